@@ -1,7 +1,6 @@
 """One MoE layer on the CPU, forward and backward: sonicmoe_cpp and PyTorch implementations.
 
     python benchmarks/cpu_layer.py                          the target's run: 4096,512,256,64,8
-    python benchmarks/cpu_layer.py --update-page            ... and rewrite its table in the docs
     python benchmarks/cpu_layer.py --shape 512,256,128,16,4 --threads 1 --rounds 3 --out ''
 
 All implementations get the same x, ids, weights and output gradient. They compute the gradients of
@@ -42,7 +41,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 BAR = 1.5  # the target: speed over the fastest other implementation
 OURS = "sonicmoe_cpp"
-MARKERS = ("<!-- cpu-bench:begin -->", "<!-- cpu-bench:end -->")
 
 
 def swiglu(h):
@@ -281,16 +279,6 @@ def table(record):
     return "\n".join(lines)
 
 
-def update_page(text):
-    page = ROOT / "docs/performance.md"
-    content = page.read_text()
-    begin, end = (content.find(marker) for marker in MARKERS)
-    if not 0 <= begin < end:
-        raise SystemExit(f"{page.name} has no {MARKERS[0]} ... {MARKERS[1]}")
-    head, tail = content[: begin + len(MARKERS[0])], content[end:]
-    page.write_text(f"{head}\n{text}\n{tail}")
-
-
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="4096,512,256,64,8", help="T,d,n,E,K")
@@ -303,7 +291,6 @@ def parse():
     )
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/cpu/layer.json"))
-    parser.add_argument("--update-page", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.shape = [int(size) for size in arguments.shape.split(",")]
@@ -336,8 +323,7 @@ def main():
             row["bar_holds"] = holds(row, amx)
             record["rows"].append(row)
             print(f"{dtype_name}, {threads} thread(s): done", file=sys.stderr)
-    text = table(record)
-    print(text, "\n")
+    print(table(record), "\n")
     for row in record["rows"]:
         if row["bar_holds"] is not None:
             verdict = "holds" if row["bar_holds"] else "MISSED"
@@ -348,8 +334,6 @@ def main():
     if arguments.out:
         Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.out).write_text(json.dumps(record, indent=1) + "\n")
-    if arguments.update_page:
-        update_page(text)
     return 0
 
 

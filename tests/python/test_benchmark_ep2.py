@@ -17,9 +17,9 @@ def ep2(monkeypatch):
         pytest.skip("this copy has no benchmarks/")
     monkeypatch.syspath_prepend(BENCHMARKS)
     import ep2
-    import ep2_figures
+    from pages import ranks
 
-    return ep2, ep2_figures
+    return ep2, ranks
 
 
 def times(whole):
@@ -120,18 +120,15 @@ def test_record_of_exchange_bench(ep2, tmp_path, monkeypatch, capsys):
     assert "1.200 of alone (goal 1.15)" in capsys.readouterr().out
 
 
-def test_parts_of_the_page(ep2, tmp_path, monkeypatch):
+def test_parts_of_the_page(ep2):
     _, figures = ep2
-    monkeypatch.setattr(figures, "RECORD", tmp_path / "ep2.json")
-    assert all(make().startswith(figures.ABSENT) for make in figures.TABLES.values())
     record = a_record()
-    figures.RECORD.write_text(json.dumps(record))
-    assert "7B-n256 with 8 ranks that share the GPUs: 1.300 times alone" in figures.cost_part()
-    assert "| 2.00 | 2.40 | 1.200 | 1.15 | 3.00 | 0.60 | 2.30 |" in figures.cost_part()
-    rivals = figures.rivals_part()
+    assert "7B-n256 with 8 ranks that share the GPUs: 1.300 times alone" in figures.cost(record)
+    assert "| 2.00 | 2.40 | 1.200 | 1.15 | 3.00 | 0.60 | 2.30 |" in figures.cost(record)
+    rivals = figures.rivals(record)
     assert "| 2.00 | 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 1.250 | 2.00 |" in rivals
     assert "all_to_all_vdev_2d, moe_grouped is absent at 7B-n256: no NVSHMEM." in rivals
-    assert "`capacity=1.25` 1.25 and 1.24 times as much" in figures.memory_part()
+    assert "`capacity=1.25` 1.25 and 1.24 times as much" in figures.memory(record)
 
 
 def test_the_plot(ep2):

@@ -114,13 +114,10 @@ def test_nothing_timed_is_nothing_met(bench, record):
     assert summary.summary(record)["tflops"] is None
 
 
-def test_the_page_and_the_plot_come_from_the_record(bench, record, monkeypatch, tmp_path):
-    page, figures = bench("h200_page"), bench("h200_figures")
-    monkeypatch.setattr(page, "extra", lambda what: None)
-    assert page.portable() == "No record yet."
+def test_the_page_and_the_plot_come_from_the_record(bench, record, tmp_path):
+    page = bench("pages.portable")
     record["rows"][2]["left_out"] = {"scattermoe": "OutOfMemoryError: too large"}
-    monkeypatch.setattr(page, "extra", lambda what: record)
-    text = page.portable()
+    text = page.portable(record)
     assert "| TFLOP/s, forward + backward, n >= 1024 | 400 | 400 | 2 | 380, mean |" in text
     assert (
         "| olmoe | 10000,1000,2000,8,2 | 400/400 | 720/720 | 250/250 | 190/190 | 0.56 | 1.60 "
@@ -136,7 +133,7 @@ def test_the_page_and_the_plot_come_from_the_record(bench, record, monkeypatch, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figures.plot_portable(plt, record).savefig(tmp_path / "portable.svg")
+    page.plot_portable(plt, record).savefig(tmp_path / "portable.svg")
     assert (tmp_path / "portable.svg").stat().st_size > 10000
 
 

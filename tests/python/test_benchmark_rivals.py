@@ -251,8 +251,8 @@ def test_versions_that_do_not_fit_are_named(bench, deep_gemm, rivals, changes, r
     assert "ours_torch" in seconds and "deep_gemm" not in seconds
 
 
-def test_the_page_tells_who_was_not_timed(bench, monkeypatch):
-    import h200_page
+def test_the_page_tells_who_was_not_timed(bench):
+    from pages import layers
 
     shape = dict(zip("TdnEK", SHAPE, strict=True))
     row = {"config": "small", **shape, "ours_torch": {"fwd_tflops": 90.4, "bwd_tflops": 80.6}}
@@ -268,8 +268,7 @@ def test_the_page_tells_who_was_not_timed(bench, monkeypatch):
         "date": "2026-11-21",
         "commit": "c",
     }
-    monkeypatch.setattr(h200_page, "extra", lambda what: record)
-    text = h200_page.rivals()
+    text = layers.rivals(record)
     assert "| small | 90/81 | 70/- |" in text
     assert "Not timed: scattermoe (absent), sonicmoe (installed, but it does not fit)." in text
     assert "momoe on small: RuntimeError: out of memory." in text

@@ -1,12 +1,17 @@
-"""The tables of docs/fp8.md on speed and on the scale of x, from their records."""
+"""FP8: the tables and the plot of docs/fp8.md."""
 
 from __future__ import annotations
 
-import json
-
 from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PRODUCTS, RIVALS, TINY, speeds_over, summary
-from h200_figures import ROOT, extra, fp8_speeds, grid, shape_text
-from h200_page import source
+
+from .common import COLOURS, OURS, grid, legend_above, open_axes, shape_text, source
+
+
+def fp8_speeds(row):
+    """Speed of fp8 over bf16: forward, forward + backward."""
+    forward = {name: row[name]["fwd_ms"] for name in ("bf16", "fp8")}
+    both = {name: forward[name] + row[name]["bwd_ms"] for name in forward}
+    return tuple(ms["bf16"] / ms["fp8"] for ms in (forward, both))
 
 
 def step_speeds(row):
@@ -70,8 +75,7 @@ def deep_gemm(record):
     return f" DeepGEMM {record['deep_gemm']}." if "deep_gemm" in record else ""
 
 
-def layers():
-    record = extra("fp8")
+def layers(record):
     columns = ["layer", "d", "n", "rows an expert", "forward", "forward + backward"]
     columns += [f"{micro} micro-batch{'es' * (micro > 1)} a step" for micro in MICRO_BATCHES]
     columns += ["over torch's scaled products", "over DeepGEMM", "kept MiB, bf16 -> fp8"]
@@ -87,9 +91,9 @@ def layers():
     )
 
 
-def products():
+def products(record):
     rows, found = [], {name: [] for name in PRODUCTS}
-    for row in extra("fp8")["products"]:
+    for row in record["products"]:
         for name, values in found.items():  # of_cublas is rounded already
             values.append(row["products"][name]["cublas_ms"] / row["products"][name]["ours_ms"])
         rows.append([row["config"], shape_text(row), *(f"{v[-1]:.2f}" for v in found.values())])
@@ -98,10 +102,9 @@ def products():
     return grid(["layer", "T,d,n,E,K", *PRODUCTS], rows, words=2)
 
 
-def scales():
+def scales(record):
     """The cosine of dx with fp64 by activation and scale of x, from fp8_scales.py."""
-    path = ROOT / "benchmarks/results/study/fp8_scales.json"
-    found = {(r["activation"], r["scale"]): r for r in json.loads(path.read_text())["rows"]}
+    found = {(r["activation"], r["scale"]): r for r in record["rows"]}
     activations = dict.fromkeys(activation for activation, _ in found)
     widths = dict.fromkeys(scale for _, scale in found)
     cells = [
@@ -115,4 +118,20 @@ def scales():
     return grid(["activation", *(f"x at {scale} times unit scale" for scale in widths)], cells)
 
 
-TABLES = {"fp8-layers": layers, "fp8-products": products, "fp8-scales": scales}
+def plot_fp8(plt, record):
+    figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
+    rows, width = record["rows"], 0.4
+    series = zip(*map(fp8_speeds, rows), strict=True)
+    styles = (("forward", COLOURS["hopper"]), ("forward + backward", OURS))
+    for i, (values, (label, colour)) in enumerate(zip(series, styles, strict=True)):
+        positions = [x + (i - 0.5) * width for x in range(len(rows))]
+        style = {"color": colour, "edgecolor": "white", "linewidth": 0.3}
+        axes.bar(positions, values, width, label=label, **style)
+    axes.axhline(1.0, color=COLOURS["bound"], linewidth=0.8, label="bf16")
+    labels = [f"{row['config']}\nd={row['d']}, n={row['n']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.tick_params(axis="x", rotation=40, labelsize=8)
+    axes.set(ylabel="speed over bf16", title=f"fp8 over bf16, one {record['device']}, hot")
+    open_axes(axes)
+    legend_above(figure, axes)
+    return figure

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import statistics
 
-import finetune_page
-import training_figures
-from h200_figures import (
-    PASSES,
-    RIVALS,
+from scaling import best_rival
+
+from . import finetune, training
+from .common import PASSES, record, span
+from .fp8 import fp8_speeds
+from .layers import (
+    EARLIER,
     TOGETHER,
     TOGETHER_ROWS,
     earlier_ratio,
-    extra,
-    fp8_speeds,
     grouped_ratio,
     host_limited,
     large,
     mean_over_sonic,
-    newest,
     ratio,
 )
-from scaling import best_rival
 
 LAYER = "7B-n256"  # of the memory
 FIRST = "7B-T2048"  # of the first call
@@ -32,10 +30,10 @@ def spelled(values):
     return "/".join(f"{value:.2f}" for value in values)
 
 
-def mean_over(other_ratio):
+def mean_over(hot, other_ratio):
     """Geometric means of our speed over another's, forward and backward, on large layers.
     `other_ratio(row, pass)`: the other's speed over the reference's, or None."""
-    rows = [row for row in large(newest("hot")) if other_ratio(row, "fwd") is not None]
+    rows = [row for row in large(hot) if other_ratio(row, "fwd") is not None]
     means = (
         statistics.geometric_mean(ratio(row, which) / other_ratio(row, which) for row in rows)
         for which in PASSES
@@ -43,42 +41,43 @@ def mean_over(other_ratio):
     return list(means), len(rows)
 
 
-def over_sonic():
-    hot = newest("hot")
+def over_sonic(hot):
     count = sum(not host_limited(row["config"]) for row in large(hot))
     return [mean_over_sonic(hot, which) for which in PASSES], count
 
 
-def over_scatter():
+def over_scatter(hot):
     def other(row, which):
-        timed = "scattermoe" in RIVALS[row["config"]]
+        timed = "scattermoe" in EARLIER[row["config"]]
         return earlier_ratio(row, which, "scattermoe") if timed else None
 
-    return mean_over(other)
+    return mean_over(hot, other)
 
 
 def kept():
     """MiB kept for backward by this layer, sonic-moe, ScatterMoE and compiled grouped_mm."""
-    rivals = RIVALS[LAYER]
-    ours = next(row for row in extra("memory")["rows"] if row["n"] == RIVALS[LAYER]["n"])
+    rivals = EARLIER[LAYER]
+    ours = next(row for row in record("h200/memory")["rows"] if row["n"] == EARLIER[LAYER]["n"])
     names = ("sonicmoe", "scattermoe", "torch")
     return [ours["ours_torch"]["kept_MiB"], *(rivals[name]["act_MiB"] for name in names)]
 
 
 def first_calls():
     """Seconds of the first forward and backward: this layer, sonic-moe, compiled grouped_mm."""
-    seconds = extra("rivals")["first_call"]["seconds"]
+    seconds = record("h200/rivals")["first_call"]["seconds"]
     sonic = TOGETHER_ROWS[FIRST]["sonicmoe"]["first_call_s"]
     return [seconds["ours_torch"], sonic, seconds["torch"]]
 
 
-def reasons():
-    (forward, backward), count = over_sonic()
-    grouped, _ = mean_over(grouped_ratio)
+def reasons(hot):
+    (forward, backward), count = over_sonic(hot)
+    grouped, _ = mean_over(hot, grouped_ratio)
     ours, _, _, torch = kept()
     first = first_calls()
-    fp8 = [fp8_speeds(row)[1] for row in extra("fp8")["rows"]]
-    halves = [row["kept_mib"]["fp8"] / row["kept_mib"]["bf16"] for row in extra("fp8")["rows"]]
+    fp8 = [fp8_speeds(row)[1] for row in record("h200/fp8")["rows"]]
+    halves = [
+        row["kept_mib"]["fp8"] / row["kept_mib"]["bf16"] for row in record("h200/fp8")["rows"]
+    ]
     lines = [
         f"**Faster**: {forward:.2f} times the forward and {backward:.2f} times the backward speed "
         f"of sonic-moe, the authors' implementation (H200, bf16, {count} layers), and "
@@ -90,18 +89,18 @@ def reasons():
         f"{first[0]:.2f} s, those of compiled `grouped_mm` {first[2]:.1f} s.",
         f"**FP8**: {min(fp8):.2f} to {max(fp8):.2f} times the speed of bf16 and "
         f"{min(halves):.2f} to {max(halves):.2f} of its kept memory ({len(fp8)} layers, H200).",
-        finetune_page.sentence(),
-        "**In training**: " + training_figures.sentence().replace("\n", " "),
+        finetune.sentence(record("h200/finetune")),
+        "**In training**: " + training.sentence(record("h100/training")).replace("\n", " "),
     ]
     return "\n".join(f"- {line}" for line in lines)
 
 
-def beside():
+def beside(hot):
     names = ["this layer", "sonic-moe 0.1.2", "ScatterMoE 47b5e15", "compiled `grouped_mm`"]
     (sonic, count), (scatter, few), (grouped, all_rows) = (
-        over_sonic(),
-        over_scatter(),
-        mean_over(grouped_ratio),
+        over_sonic(hot),
+        over_scatter(hot),
+        mean_over(hot, grouped_ratio),
     )
     memory = [f"{value:.0f} MiB" for value in kept()]
     first = [f"{value:.2g} s" for value in first_calls()]
@@ -124,15 +123,10 @@ def beside():
     )
 
 
-def span(values):
-    return f"{min(values):.2f} to {max(values):.2f}"
-
-
-def answers():
+def answers(hot):
     """The three answers of docs/performance.md."""
-    hot = newest("hot")
-    (forward, backward), _ = over_sonic()
-    (grouped_fwd, grouped_bwd), _ = mean_over(grouped_ratio)
+    (forward, backward), _ = over_sonic(hot)
+    (grouped_fwd, grouped_bwd), _ = mean_over(hot, grouped_ratio)
     rows = large(hot)
     rates = [row["ours_cpp"][f"{which}_tflops"] for row in rows for which in PASSES]
     ours, sonic, scatter, torch = kept()
@@ -161,25 +155,26 @@ def answers():
     return "\n".join((fast, memory, unless))
 
 
-def ranks():
+def ranks(ep2):
     """What docs/distributed.md promises."""
-    rows = extra("ep2")["rows"]
+    rows = ep2["rows"]
 
     def times(name):
         found = [row for row in rows if name in row and "alone_torch" in row]
         return [sum(row[name].values()) / sum(row["alone_torch"].values()) for row in found]
 
-    rival = [row for row in rows if "ours_torch" in row]
+    ours = [row for row in rows if "ours_torch" in row]
+    more = over_more_gpus(record("h200/scaling"))
     return (
         f"**What to expect**: over peer memory on two H200, forward and backward take "
         f"{span(times('ours_torch'))} times as long as the layer alone with as many rows "
-        f"({len(rival)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
-        f"{span(times('ours_all_to_all'))} times. {over_more_gpus()} ([tables](#what-it-costs))."
+        f"({len(ours)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
+        f"{span(times('ours_all_to_all'))} times. {more} ([tables](#what-it-costs))."
     )
 
 
-def over_more_gpus():
-    rows = extra("scaling")["layers"]
+def over_more_gpus(scaling):
+    rows = scaling["layers"]
     most = max(row["ranks"] for row in rows)
     rows = [row for row in rows if row["ranks"] == most]
     ours = [sum(row["ours_torch"].values()) for row in rows]
@@ -192,9 +187,9 @@ def over_more_gpus():
     )
 
 
-def fp8():
+def fp8(record):
     """What docs/fp8.md promises."""
-    rows = extra("fp8")["rows"]
+    rows = record["rows"]
     speeds = [fp8_speeds(row)[1] for row in rows]
     halves = [row["kept_mib"]["fp8"] / row["kept_mib"]["bf16"] for row in rows]
     return (
@@ -203,9 +198,3 @@ def fp8():
         "layers, one H200). In two studies the final loss was not worse than with bf16 "
         "([quality](#quality))."
     )
-
-
-TABLES = {"why": reasons, "beside": beside}
-ANSWERS = {"answers": answers}
-RANKS = {"expect": ranks}
-FP8 = {"expect": fp8}

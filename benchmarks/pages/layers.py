@@ -1,72 +1,34 @@
-"""Tables and plots of the H200 records; measures nothing.
-
-python benchmarks/h200_figures.py            writes the plots to docs/images/
-python benchmarks/check_figures.py --fix     writes the tables to README.md and docs/
-"""
+"""The layer beside others on one H200: docs/performance.md, and a table of docs/pytorch.md."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
-from pathlib import Path
 
-from h200_bench import summary
-from plots import save_plots
+from .common import (
+    COLOURS,
+    CONTENDERS,
+    OURS,
+    PASSES,
+    ROOT,
+    bars,
+    grid,
+    legend_above,
+    open_axes,
+    shape_text,
+    source,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks/results/h200"
 DATA = ROOT / "benchmarks/data"
-RIVALS = {row["config"]: row for row in json.loads((DATA / "rivals-h200.json").read_text())["rows"]}
+# Rivals, timed in a process of their own.
+EARLIER = {
+    row["config"]: row for row in json.loads((DATA / "rivals-h200.json").read_text())["rows"]
+}
 # The cuBLAS reference, sonic-moe and our PyTorch front end, timed alternately in one process.
 TOGETHER = json.loads((DATA / "side-by-side-h200.json").read_text())
 TOGETHER_ROWS = {row["config"]: row for row in TOGETHER["rows"]}
-PASSES = {"fwd": "forward", "bwd": "backward"}
-# Names of the contenders in plots and tables.
-CONTENDERS = {
-    "bound": "cuBLAS reference",
-    "ours_cpp": "sonicmoe.cpp",
-    "ours_torch": "sonicmoe.cpp in PyTorch",
-    "torch": "compiled grouped_mm",
-    "loop": "loop over experts",
-    "transformers": "transformers grouped_mm",
-    "sonicmoe": "sonic-moe",
-    "scattermoe": "ScatterMoE",
-    "momoe": "MoMoE",
-    "momoe_saving": "MoMoE, all saved",
-    "deep_gemm": "DeepGEMM",
-    "portable": "portable engine",
-    "hopper": "Hopper engine",
-}
-# Our results have one colour in every plot; the others have muted ones.
-OURS = "#c4451c"
-COLOURS = {
-    "bound": "#4d4d4d",
-    "ours_cpp": OURS,
-    "ours_torch": OURS,
-    "torch": "#b9c4cf",
-    "loop": "#e3e0d3",
-    "transformers": "#d9d9d9",
-    "sonicmoe": "#8095a8",
-    "scattermoe": "#c9bfa8",
-    "momoe": "#a9bda9",
-    "momoe_saving": "#cddccd",
-    "deep_gemm": "#b3a5bd",
-    "portable": OURS,
-    "hopper": "#e3a48f",
-}
-
-
-def newest(state):
-    """The newest record of the layer in a state, or None."""
-    records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
-    records = [r for r in records if r.get("state") == state and "what" not in r]
-    return max(records, key=lambda r: r["date"], default=None)
-
-
-def extra(what):
-    path = RECORDS / f"{what}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+SPEED_COLUMNS = [f"over {name}" for name in ("reference", "sonic-moe", "grouped_mm")]
+PRODUCTS = ("A", "Y", "dH", "dW", "dX~")
 
 
 def ratio(row, which, name="ours_cpp"):
@@ -79,7 +41,7 @@ def ratio(row, which, name="ours_cpp"):
 
 def earlier_ratio(row, which, name):
     """A rival's speed over the reference's, from an earlier run without our layer."""
-    rival = RIVALS[row["config"]]
+    rival = EARLIER[row["config"]]
     return rival[name][f"{which}_tflops"] / rival["bound"][f"{which}_tflops"]
 
 
@@ -147,24 +109,14 @@ def speeds(row, state):
     return ["/".join(f"{each[which]:.2f}" for which in PASSES) for each in over]
 
 
-SPEED_COLUMNS = [f"over {name}" for name in ("reference", "sonic-moe", "grouped_mm")]
+def timed(record):
+    """The contenders of a record, in the order of CONTENDERS."""
+    return [name for name in CONTENDERS if any(name in row for row in record["rows"])]
 
 
-def grid(columns, rows, words=1):
-    """A Markdown table; `words` columns are left-aligned."""
-    lines = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def shape_text(row):
-    return ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
-
-
-def hot_table(hot):
-    if hot is None:
-        return "No record yet."
-    means = [mean_over_sonic(hot, which) for which in PASSES]
-    rows = sorted(hot["rows"], key=lambda row: list(RIVALS).index(row["config"]))
+def hot(record):
+    means = [mean_over_sonic(record, which) for which in PASSES]
+    rows = sorted(record["rows"], key=lambda row: list(EARLIER).index(row["config"]))
     cells = [
         [marked(row["config"]), shape_text(row)]
         + [pair(row, name) for name in ("bound", "ours_cpp", "ours_torch")]
@@ -178,12 +130,165 @@ def hot_table(hot):
             grid(columns, cells, words=2),
             f"Geometric mean over sonic-moe on the large layers without †: {means[0]:.2f} forward, "
             f"{means[1]:.2f} backward.",
-            f"{small}: single calls, L2 flushed before each. {grouped_source(hot)} "
-            f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
-            f"commit {hot['commit']}. Over sonic-moe on layers with \\*: commit "
-            f"{TOGETHER['commit']}, {TOGETHER['date'][:10]}.",
+            f"{small}: single calls, L2 flushed before each. {grouped_source(record)} "
+            f"{record['device']}, driver {record['driver']}, torch {record['torch']}, "
+            f"{record['date'][:10]}, commit {record['commit']}. Over sonic-moe on layers with "
+            f"\\*: commit {TOGETHER['commit']}, {TOGETHER['date'][:10]}.",
         ]
     )
+
+
+def cool(record):
+    columns = ["layer", "reference", "ours", *SPEED_COLUMNS]
+    rows = [
+        [marked(r["config"]), pair(r, "bound"), pair(r, "ours_cpp"), *speeds(r, "cool")]
+        for r in record["rows"]
+    ]
+    means = ", ".join(f"{mean_over_sonic(record, which):.2f} {n}" for which, n in PASSES.items())
+    return (
+        f"{grid(columns, rows)}\n\nGeometric mean over sonic-moe on the layers without †: {means}. "
+        f"{source(record)}"
+    )
+
+
+def time_and_ratio(kernel):
+    ratio = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
+    return f"{kernel['us']:.0f}{ratio}"
+
+
+def kernels(record):
+    rows = []
+    for row in record["rows"]:
+        found = row["kernels"]
+        cells = [f"{found[k]['tflops']:.0f} ({found[k]['of_bmm']:.2f})" for k in PRODUCTS]
+        sums = [time_and_ratio(found[k]) for k in ("O", "dX")]
+        rest = [f"{found[f'rest of {which}']['us']:.0f}" for which in PASSES]
+        rows.append([row["config"], *cells, *sums, *rest])
+    means = [
+        statistics.geometric_mean(row["kernels"][k]["of_bmm"] for row in record["rows"])
+        for k in PRODUCTS
+    ]
+    rows.append(["geometric mean", *(f"({mean:.2f})" for mean in means), "", "", "", ""])
+    columns = ["layer", *PRODUCTS, "O us", "dX us", "routing fwd us", "routing bwd us"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def skew(record):
+    rows = [
+        [row["config"], name, row[name]["most_rows_over_mean"]]
+        + [row[name][f"{which}_over_uniform"] for which in PASSES]
+        for row in record["rows"]
+        for name in ("one hot expert", "zipf")
+    ]
+    columns = ["layer", "routing", "most rows / mean", "forward / even", "backward / even"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def rounding(record):
+    rows = []
+    for row in record["rows"]:
+        mean = row["rows"]["topk"] / row["E"] / 128
+        rows.append([shape_text(row), f"{mean:g}", row["rows"]["topk"], row["rows"]["rounded"]]
+                    + [f"{row[w]['rounded_over_topk_a_row']:.3f}" for w in PASSES])  # fmt: skip
+    columns = ["T,d,n,E,K", "mean rows / 128", "rows of top-k", "rounded", "forward", "backward"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def memory(record):
+    rows = []
+    for row in record["rows"]:
+        ours = row.get("ours_torch", {}).get("kept_MiB", "-")
+        rows.append([f"{row['n']}, {row['E']}, {row['K']}", row["formula_MiB"],
+                     row["ours_cpp"]["kept_MiB"], ours, row["ours_cpp"]["workspace_MiB"],
+                     row["torch"]["kept_MiB"], row["scattermoe_formula_MiB"]])  # fmt: skip
+    columns = ["n, E, K", "4TKn", "ours, C", "ours, PyTorch", "workspace, C",
+               "compiled grouped_mm", "ScatterMoE (formula)"]  # fmt: skip
+    first = record["rows"][0]
+    return f"MiB, T {first['T']}, d {first['d']}.\n\n{grid(columns, rows)}\n\n{source(record)}"
+
+
+def tokens(record):
+    names = timed(record)
+    rows = [
+        [row["T"]] + [f"{row[n]['fwd_ms']:.3f}/{row[n]['bwd_ms']:.3f}" for n in names]
+        for row in record["rows"]
+    ]
+    shape = ", ".join(f"{k} {record[k]}" for k in ("d", "n", "E", "K"))
+    table = grid(["T", *(CONTENDERS[n] for n in names)], rows)
+    plot = "![Time over T](images/h200-tokens.svg)"
+    return f"{shape}; ms forward/backward.\n\n{table}\n\n{source(record)}\n\n{plot}"
+
+
+def rivals(record):
+    names = timed(record)
+    columns = ["layer", *(CONTENDERS[n] for n in names)]
+    speed = [[row["config"], *(pair(row, n) for n in names)] for row in record["rows"]]
+    keeping = [n for n in names if any("kept_MiB" in row.get(n, {}) for row in record["rows"])]
+    memory = [
+        [row["config"], *(row.get(n, {}).get("kept_MiB", "-") for n in keeping)]
+        for row in record["rows"]
+    ]
+    first = record["first_call"]
+    calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
+    absent = {n: state for n, state in record["rivals"].items() if not state.startswith("timed")}
+    missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
+    failed = "".join(f" {sentence}" for sentence in left_out(record["rows"]))
+    return "\n\n".join(
+        [
+            "TFLOP/s forward/backward:",
+            grid(columns, speed),
+            "MiB kept from forward to backward, without X:",
+            grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
+            f"Time of the first forward and backward in a process, {first['config']}, with nothing "
+            f"compiled before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
+            "![Beside other implementations](images/h200-rivals.svg)",
+        ]
+    )
+
+
+def left_out(rows):
+    """A sentence for each contender that a row does not have."""
+    return [
+        f"{name} on {row['config']}: {reason}."
+        for row in rows
+        for name, reason in row.get("left_out", {}).items()
+    ]
+
+
+def host(record):
+    calls = ", ".join(f"{name} {us} us" for name, us in record["host_us"].items())
+    first = record["first_call_s"]
+    return (
+        f"A call costs the host: {calls} (C interface, called by ctypes). The first forward of a "
+        f"process, opening the device and loading the kernels included, takes "
+        f"{1e3 * first['forward']:.0f} ms, with its backward "
+        f"{1e3 * first['forward_backward']:.0f} ms. {source(record)}"
+    )
+
+
+HOST_CALLS = {
+    "forward": "`moe()`",
+    "route": "`route()`",
+    "forward + backward": "`moe()`, forward and backward",
+    "forward + backward, autograd on one thread": (
+        "the same under `torch.autograd.set_multithreading_enabled(False)`"
+    ),
+    "autograd alone, forward + backward": (
+        "for comparison: both passes of an empty `autograd.Function` with the same four leaves"
+    ),
+}
+
+
+def host_calls(record):
+    """The table of docs/pytorch.md."""
+    shape = ", ".join(f"{letter} {size}" for letter, size in record["shape"].items())
+    rows = [
+        [name, f"{record['microseconds'][call]['best']:.0f}"] for call, name in HOST_CALLS.items()
+    ]
+    return f"{grid(['call', 'us'], rows)}\n\n{shape}; the best round. {source(record)}"
+
+
+# ---- plots ---------------------------------------------------------------------------------------
 
 
 def tflops(row, which):
@@ -198,30 +303,10 @@ def tflops(row, which):
     return found
 
 
-def bars(axes, names, values, labels):
-    """Groups of bars: values[i] holds {name: height} of the group labels[i]."""
-    width = 0.84 / len(names)
-    for i, name in enumerate(names):
-        positions = [x + (i - (len(names) - 1) / 2) * width for x in range(len(labels))]
-        heights = [group.get(name, 0) for group in values]
-        hatch = "///" if name == "ours_torch" and "ours_cpp" in names else None
-        style = {"color": COLOURS[name], "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
-        axes.bar(positions, heights, width, label=CONTENDERS[name], **style)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def legend_above(figure, axes):
-    """One legend above all panels."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=9, frameon=False)
-
-
-def plot_throughput(plt, hot):
+def plot_throughput(plt, record):
     figure, panels = plt.subplots(2, 1, figsize=(11, 6.2), layout="constrained")
     names = ("bound", "torch", "sonicmoe", "ours_torch")
-    rows = large(hot)
+    rows = large(record)
     labels = [marked(row["config"]) for row in rows]
     for axes, (which, title) in zip(panels, PASSES.items(), strict=True):
         bars(axes, names, [tflops(row, which) for row in rows], labels)
@@ -239,7 +324,7 @@ def lines(axes, x, series):
         style = ":" if name == "4TKn" else "o-"
         style = "o--" if name == "ours_torch" and "ours_cpp" in series else style
         axes.plot(x, values, style, color=colour, label=CONTENDERS.get(name, name))
-    axes.spines[["top", "right"]].set_visible(False)
+    open_axes(axes)
 
 
 def plot_memory(plt, record):
@@ -285,11 +370,6 @@ def plot_rivals(plt, record):
     return figure
 
 
-def timed(record):
-    """The contenders of a record, in the order of CONTENDERS."""
-    return [name for name in CONTENDERS if any(name in row for row in record["rows"])]
-
-
 def plot_rounding(plt, record):
     figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
     rows = [row for row in record["rows"] if row["config"].startswith("2048-n1024")]
@@ -301,81 +381,9 @@ def plot_rounding(plt, record):
     axes.set(xscale="log", xlabel="mean rows an expert / tile (128)", ylabel="rounded / top-k")
     axes.set_xticks(x, [f"{v:g}" for v in x])
     axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
+    open_axes(axes)
     first = rows[0]
     shape = ", ".join(f"{k}={first[k]}" for k in ("T", "d", "n", "K"))
     axes.set_title(f"time a routed row, nearest, {shape}, E varies")
     legend_above(figure, axes)
     return figure
-
-
-def plot_portable(plt, record):
-    figure, (layers, products) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained")
-    rows = record["rows"]
-    names = ("loop", "scattermoe", "portable", "hopper")
-    values = [{n: summary.tflops(row, n) for n in names if summary.timed(row, n)} for row in rows]
-    bars(layers, names, values, [row["config"] for row in rows])
-    layers.tick_params(axis="x", rotation=40, labelsize=8)
-    goal = summary.GOALS["tflops"]
-    layers.axhline(goal, color="black", linewidth=0.8, linestyle=":")
-    layers.set(ylabel="TFLOP/s", title=f"forward + backward, one {record['device']}, hot")
-    for row, marker in zip(record["roles"], "osD^vP*X", strict=False):
-        ratios = {role: part["of_best_rival"] for role, part in row["kernels"].items()}
-        style = {"color": OURS, "alpha": 0.7, "linestyle": "", "label": row["config"]}
-        products.plot(list(ratios), list(ratios.values()), marker, **style)
-    products.axhline(summary.GOALS["roles"], color="black", linewidth=0.8, linestyle=":")
-    products.axhline(1.0, color=COLOURS["bound"], linewidth=0.8)
-    title = "each product, with gather and activation: speed over the best plain mma.sync product"
-    products.set(ylim=(0, None), title=title)
-    products.spines[["top", "right"]].set_visible(False)
-    products.legend(fontsize=8, frameon=False, ncols=5, loc="lower center")
-    legend_above(figure, layers)
-    return figure
-
-
-def fp8_speeds(row):
-    """Speed of fp8 over bf16: forward, forward + backward."""
-    forward = {name: row[name]["fwd_ms"] for name in ("bf16", "fp8")}
-    both = {name: forward[name] + row[name]["bwd_ms"] for name in forward}
-    return tuple(ms["bf16"] / ms["fp8"] for ms in (forward, both))
-
-
-def plot_fp8(plt, record):
-    figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
-    rows, width = record["rows"], 0.4
-    series = zip(*map(fp8_speeds, rows), strict=True)
-    styles = (("forward", COLOURS["hopper"]), ("forward + backward", OURS))
-    for i, (values, (label, colour)) in enumerate(zip(series, styles, strict=True)):
-        positions = [x + (i - 0.5) * width for x in range(len(rows))]
-        style = {"color": colour, "edgecolor": "white", "linewidth": 0.3}
-        axes.bar(positions, values, width, label=label, **style)
-    axes.axhline(1.0, color=COLOURS["bound"], linewidth=0.8, label="bf16")
-    labels = [f"{row['config']}\nd={row['d']}, n={row['n']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels)
-    axes.tick_params(axis="x", rotation=40, labelsize=8)
-    axes.set(ylabel="speed over bf16", title=f"fp8 over bf16, one {record['device']}, hot")
-    axes.spines[["top", "right"]].set_visible(False)
-    legend_above(figure, axes)
-    return figure
-
-
-def main():
-    plots = {
-        "h200-throughput": (plot_throughput, newest("hot")),
-        "h200-memory": (plot_memory, extra("memory")),
-        "h200-tokens": (plot_tokens, extra("tokens")),
-        "h200-rivals": (plot_rivals, extra("rivals")),
-        "h200-rounding": (plot_rounding, extra("rounding")),
-        "h200-portable": (plot_portable, extra("portable")),
-        "h200-fp8": (plot_fp8, extra("fp8")),
-    }
-    for name, (plot, record) in plots.items():
-        if record is None:
-            print(f"{name}: no record", file=sys.stderr)
-            continue
-        save_plots({name: lambda plt, plot=plot, record=record: plot(plt, record)})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

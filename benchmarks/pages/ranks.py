@@ -1,21 +1,12 @@
-"""Makes the plot and the generated parts of docs/distributed.md from the record of ep2.py.
-
-python benchmarks/ep2_figures.py             writes the plot to docs/images/
-python benchmarks/check_figures.py --fix     writes the parts to docs/distributed.md
-"""
+"""Experts divided over the two GPUs of ep2.json: the tables and the plot of docs/distributed.md."""
 
 from __future__ import annotations
 
-import json
-import sys
-
-from ep2 import GOAL, RIVALS, total
+from ep2 import GOAL, RIVALS
 from ep2_bench.data import CAPACITY
-from h200_figures import COLOURS, OURS, RECORDS, grid, shape_text
-from plots import save_plots
 
-RECORD = RECORDS / "ep2.json"
-ABSENT = "No record yet: `python benchmarks/ep2.py` on two GPUs writes it."
+from .common import COLOURS, OURS, grid, legend_above, open_axes, shape_text, total
+
 NAMES = {
     "ours_torch": "sonicmoe.cpp, peer memory, arena",
     "ours_exact": "sonicmoe.cpp, peer memory, exact",
@@ -37,10 +28,6 @@ PLOT_COLOURS = {
 DIGITS = (2, 2, 3, 2, 2, 2, 2)
 
 
-def record() -> dict | None:
-    return json.loads(RECORD.read_text()) if RECORD.exists() else None
-
-
 def over_alone(row: dict) -> float:
     return total(row["ours"]) / total(row["alone"])
 
@@ -56,28 +43,25 @@ def of_run(row: dict, name: str) -> float:
     return total(row["ours_beside_vdev_2d" if name == "vdev_2d" else "ours_torch"])
 
 
-def in_cpp(found: dict) -> list[dict]:
-    return [row for row in found["rows"] if "ours" in row]
+def in_cpp(record: dict) -> list[dict]:
+    return [row for row in record["rows"] if "ours" in row]
 
 
-def pretended(found: dict) -> str:
+def pretended(record: dict) -> str:
     """A sentence for each record with ranks that share GPUs."""
     texts = [
         f" {row['config']} with {row['ranks']} ranks that share the GPUs: {over_alone(row):.3f} "
         f"times alone, which shares them too; without overlap "
         f"{row['not_overlapped_ms'] / total(row['alone']):.3f}."
-        for row in found.get("pretended", [])
+        for row in record.get("pretended", [])
     ]
     return "".join(texts)
 
 
-def cost_part() -> str:
+def cost(record: dict) -> str:
     """The table that compares the layer over peer memory with the layer alone."""
-    found = record()
-    if found is None or "dispatch_gbs" not in found:
-        return ABSENT
     cells = []
-    for row in in_cpp(found):
+    for row in in_cpp(record):
         alone, ours = total(row["alone"]), total(row["ours"])
         times = (alone, ours, over_alone(row), GOAL.get(row["config"]))
         times += (row["not_overlapped_ms"], row["hidden"], row["ours"]["replayed_ms"])
@@ -88,8 +72,8 @@ def cost_part() -> str:
         cells.append([row["config"], shape_text(row), *figures])
     columns = ["layer", "T,d,n,E,K", "alone, ms", "ours, ms", "over alone", "goal"]
     columns += ["alone and transfers, ms", "share hidden", "as a graph, ms"]
-    rates = f"{found['dispatch_gbs']:.0f} and {found['combine_gbs']:.0f} GB/s"
-    where = f"{found['gpus']} {found['device']}, torch {found['torch']}, {found['date'][:10]}"
+    rates = f"{record['dispatch_gbs']:.0f} and {record['combine_gbs']:.0f} GB/s"
+    where = f"{record['gpus']} {record['device']}, torch {record['torch']}, {record['date'][:10]}"
     return "\n\n".join(
         [
             grid(columns, cells, words=2),
@@ -98,17 +82,14 @@ def cost_part() -> str:
             f"arena mode with room for {CAPACITY} times the mean rows. *Share "
             "hidden*: 1 - (ours - alone) / time of the transfers without products. "
             f"Transfers without products, rows of 4 KB: {rates} each way, dispatch and combine. "
-            f"{where}, commit {found['commit']}.{pretended(found)}",
+            f"{where}, commit {record['commit']}.{pretended(record)}",
         ]
     )
 
 
-def rivals_part() -> str:
+def rivals(record: dict) -> str:
     """The table that compares our layer through PyTorch with other implementations."""
-    found = record()
-    rows = [row for row in found["rows"] if "ours_torch" in row] if found else []
-    if not rows:
-        return ABSENT
+    rows = [row for row in record["rows"] if "ours_torch" in row]
     names = [name for name in NAMES if any(name in row for row in rows)]
     cells = []
     for row in rows:
@@ -139,11 +120,9 @@ def rivals_part() -> str:
     return "\n\n".join(parts)
 
 
-def memory_part() -> str:
+def memory(record: dict) -> str:
     """The sentence on the memory kept for backward with uneven routings."""
-    kept = (record() or {}).get("kept")
-    if kept is None:
-        return ABSENT
+    kept = record["kept"]
     parts = ", ".join(f"{part:.2f}" for part in kept["rows_of_rank_0_over_mean"])
     ratios = " and ".join(f"{ratio:.2f}" for ratio in kept["arena_over_exact"])
     exact = " and ".join(f"{value:.0f}" for value in kept["exact_MiB"])
@@ -151,19 +130,16 @@ def memory_part() -> str:
         f"Measured with {kept['layers']} layers {kept['config']}, in which rank 0's experts get "
         f"{parts} of the mean rows: the ranks keep {exact} MiB beside x without `capacity`, and "
         f"with `capacity={kept['capacity']}` {ratios} times as much (commit "
-        f"{kept.get('commit', record()['commit'])})."
+        f"{kept.get('commit', record['commit'])})."
     )
 
 
-TABLES = {"ep2-cost": cost_part, "ep2-rivals": rivals_part, "ep2-memory": memory_part}
-
-
-def plot(plt, found: dict):
+def plot(plt, record: dict):
     """Two charts: the times of all implementations, and the share of transfers that is hidden."""
     figure, (times, share) = plt.subplots(
         2, 1, figsize=(9, 7), layout="constrained", height_ratios=(2, 1)
     )
-    rows = [row for row in found["rows"] if "ours_torch" in row]
+    rows = [row for row in record["rows"] if "ours_torch" in row]
     names = [name for name in NAMES if any(name in row for row in rows)]
     width = 0.84 / len(names)
     for i, name in enumerate(names):
@@ -174,28 +150,13 @@ def plot(plt, found: dict):
         times.bar(at, heights, width, label=NAMES[name], color=PLOT_COLOURS[name])
     times.axhline(1.0, color=COLOURS["bound"], linewidth=0.8)
     times.set_xticks(range(len(rows)), [row["config"] for row in rows])
-    title = f"forward + backward through PyTorch, {found['gpus']} {found['device']}, hot"
+    title = f"forward + backward through PyTorch, {record['gpus']} {record['device']}, hot"
     times.set(ylabel="time over the layer alone", title=title)
-    handles, labels = times.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=9, frameon=False)
-    rows = in_cpp(found)
+    legend_above(figure, times, columns=2)
+    rows = in_cpp(record)
     share.bar(range(len(rows)), [row["hidden"] for row in rows], 0.4, color=OURS)
     share.set_xticks(range(len(rows)), [row["config"] for row in rows])
     share.set(ylabel="share hidden", ylim=(-0.25, 1), title="transfers hidden by products, C++")
     share.axhline(0.0, color=COLOURS["bound"], linewidth=0.8)
-    for axes in (times, share):
-        axes.spines[["top", "right"]].set_visible(False)
+    open_axes(times, share)
     return figure
-
-
-def main() -> int:
-    found = record()
-    if found is None or not any("ours_torch" in row for row in found["rows"]):
-        print(ABSENT, file=sys.stderr)
-        return 0
-    save_plots({"ep2-rivals": lambda plt: plot(plt, found)})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

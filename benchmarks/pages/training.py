@@ -1,19 +1,9 @@
-"""Makes the tables and plots from the training records; measures nothing.
-
-python benchmarks/training_figures.py        writes the plots to docs/images/
-python benchmarks/check_figures.py --fix     writes the tables to docs/torchtitan.md
-"""
+"""Training beside torchtitan on H100: the tables and plots of docs/torchtitan.md."""
 
 from __future__ import annotations
 
-import json
-import sys
+from .common import OURS, grid, open_axes
 
-from h200_figures import OURS, ROOT
-from h200_page import grid
-from plots import save_plots
-
-RECORDS = ROOT / "benchmarks/results/h100"
 NAMES = {"ours": "sonicmoe.cpp", "titan": "torchtitan"}
 # How experts are shared among GPUs, by training_bench/worker.py's PARALLEL.
 SHARED = {"fsdp": "sharded", "ep": "divided", "ep-gathered": "divided, others gathered"}
@@ -30,17 +20,13 @@ KINDS = (
 WINDOW = 50  # steps of one mean in the table of curves
 
 
-def record(name):
-    return json.loads((RECORDS / f"{name}.json").read_text())
-
-
 def order(row):
     return row["gpus"] == 1, row["model"], row["micro_batches"], row["tokens_per_gpu"]
 
 
-def rows():
+def rows(record):
     """The rows that have both kinds of experts."""
-    complete = [r for r in record("training")["rows"] if all(r.get(kind) for kind in NAMES)]
+    complete = [r for r in record["rows"] if all(r.get(kind) for kind in NAMES)]
     return sorted(complete, key=order)
 
 
@@ -85,11 +71,11 @@ def over_torchtitan(row, run):
     return f"{run['tokens_per_s'] / row['titan']['tokens_per_s']:.2f}"
 
 
-def rates():
+def rates(record):
     columns = ["model", "GPUs", "tokens a GPU", "experts", "over GPUs", "keeps", "tokens/s"]
     columns += ["a day and GPU", "MFU", "peak GiB", "load", "over torchtitan"]
     lines = []
-    for row in rows():
+    for row in rows(record):
         for kind, run, fastest in runs(row):
             speed = f"{run['tokens_per_s']:,}"
             a_day = f"{run['tokens_per_day_and_gpu'] / 1e9:.2f} billion"
@@ -100,13 +86,13 @@ def rates():
                 *(a_day, f"{run['mfu']:.3f}", f"{run['peak_gib']:.1f}", load(row, run)),
                 over_torchtitan(row, run),
             ])  # fmt: skip
-    return f"{grid(columns, lines)}\n\n{source(record('training'))}"
+    return f"{grid(columns, lines)}\n\n{source(record)}"
 
 
-def where():
+def where(record):
     columns = ["model", "GPUs", "tokens a GPU", "experts of", "step", *KINDS]
     lines = []
-    for row in rows():
+    for row in rows(record):
         for kind, run, fastest in runs(row):
             if fastest:
                 each_step = row["tokens_per_gpu"] * row["micro_batches"] * row["gpus"]
@@ -121,52 +107,48 @@ def mean_difference(a, b, begin, end):
     return sum(abs(x - y) for x, y in zip(a[begin:end], b[begin:end], strict=True)) / (end - begin)
 
 
-def curves():
-    content = record("training_curves")
+def curves(record):
     lines = []
-    for row in content["curves"]:
+    for row in record["curves"]:
         ours, titan, again = (row[name] for name in ("ours", "titan", "titan_again"))
-        for begin in range(0, content["steps"], WINDOW):
+        for begin in range(0, record["steps"], WINDOW):
             end = begin + WINDOW
             pairs = ((ours, titan), (ours, again), (titan, again))
             values = [f"{mean_difference(a, b, begin, end):.3f}" for a, b in pairs]
             lines.append([row["model"], f"{begin + 1} to {end}", *values])
     columns = ["model", "steps", "ours and torchtitan", "ours and torchtitan again"]
     columns += ["torchtitan twice"]
-    return f"{grid(columns, lines)}\n\n{source(content)}"
+    return f"{grid(columns, lines)}\n\n{source(record)}"
 
 
-def sentence():
+def sentence(record):
     """The sentence of the README, from the fastest row of more than one GPU."""
-    fast = max((r for r in rows() if r["gpus"] > 1), key=lambda r: r["ours"]["tokens_per_s"])
+    fast = max((r for r in rows(record) if r["gpus"] > 1), key=lambda r: r["ours"]["tokens_per_s"])
     ours, titan = fast["ours"], fast["titan"]
     by = "FSDP2" if ours.get("parallel", "fsdp") == "fsdp" else "FSDP2 and divided experts"
     return (
-        f"With {by} on {fast['gpus']} {record('training')['device']}, the paper's {fast['model']} "
+        f"With {by} on {fast['gpus']} {record['device']}, the paper's {fast['model']} "
         f"trains on {ours['tokens_per_day_and_gpu'] / 1e9:.2f} billion tokens\n"
         f"a day and GPU, {ours['tokens_per_s'] / titan['tokens_per_s']:.2f} times as many as with "
         "torchtitan's own experts in the same program ([speed](docs/torchtitan.md#speed))."
     )
 
 
-TABLES = {"training": rates, "training-where": where, "training-curves": curves}
-
-
-def plot_curves(plt):
+def plot_curves(plt, record):
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    row = record("training_curves")["curves"][0]
+    row = record["curves"][0]
     styles = {"titan": ("#8095a8", "torchtitan"), "titan_again": ("#b9c4cf", "torchtitan, again")}
     for name, (colour, label) in (styles | {"ours": (OURS, NAMES["ours"])}).items():
         axes.plot(row[name], color=colour, linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="loss", title=f"{row['model']}, same seed and text")
-    axes.spines[["top", "right"]].set_visible(False)
+    open_axes(axes)
     axes.legend(frameon=False)
     return figure
 
 
-def plot_where(plt):
+def plot_where(plt, record):
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    bars = [(row, *run) for row in rows() for run in runs(row) if run[2]]
+    bars = [(row, *run) for row in rows(record) for run in runs(row) if run[2]]
     shades = plt.get_cmap("tab20c").colors
     left = [0.0] * len(bars)
     labels = [f"{r['model']}, T {tokens(r)}, {NAMES[kind]}" for r, kind, *_ in bars]
@@ -181,15 +163,6 @@ def plot_where(plt):
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="ns a token of a GPU; kernels that overlap count each")
-    axes.spines[["top", "right"]].set_visible(False)
+    open_axes(axes)
     axes.legend(frameon=False, ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.18))
     return figure
-
-
-def main():
-    save_plots({"training-curves": plot_curves, "training-where": plot_where})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Makes the tables and plots of README.md and docs/ from records; measures nothing."""
