@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,35 +91,43 @@ def options(argv: list[str]) -> argparse.Namespace:
 
 
 def plan(own: argparse.Namespace) -> list[Job]:
-    """The runs in the order in which they begin: pretraining first, then seed by seed, so that a
-    study that stops early can be compared."""
-    jobs, tuned = [], {}
+    """The runs in the order in which they begin, so that a study that stops early can be compared:
+    pretraining; seed by seed top-K, the first mode of rounding, and fine-tuning; then the other
+    modes."""
+    jobs = []
     if "finetune" in own.studies:
-        tuned = {"architecture": "fp8-study", "size": own.tune_size}
-        jobs.append(Job("pretrain", **tuned, seed=0, tokens=own.pretrain_tokens, lr=own.lr))
+        jobs.append(Job("pretrain", **tuned(own), seed=0, tokens=own.pretrain_tokens, lr=own.lr))
+    kinds = list(itertools.product(own.begins, own.modes))
     for seed in range(own.seeds):
         if "rounding" in own.studies:
-            jobs += rounding_jobs(own, seed)
+            for name in own.architectures:
+                jobs += [rounding(own, name, seed, kinds[0], ratio) for ratio in (0, *own.ratios)]
         if "finetune" in own.studies:
             for variant in own.variants:
                 lr = own.lora_lr if variant.startswith("lora") else own.tune_lr
-                given = tuned | {"seed": seed, "tokens": own.tune_tokens, "lr": lr}
+                given = tuned(own) | {"seed": seed, "tokens": own.tune_tokens, "lr": lr}
                 jobs.append(Job("finetune", **given, variant=variant))
+    if "rounding" in own.studies:
+        seeds, names = range(own.seeds), own.architectures
+        for ratio, kind, seed, name in itertools.product(own.ratios, kinds[1:], seeds, names):
+            jobs.append(rounding(own, name, seed, kind, ratio))
     return [job.check() for job in jobs]
 
 
-def rounding_jobs(own: argparse.Namespace, seed: int) -> list[Job]:
-    jobs = []
-    rounded = list(itertools.product(own.begins, own.modes, own.ratios))
-    for name in own.architectures:
-        given = {"architecture": name, "size": own.size, "seed": seed}
-        given |= {"tokens": own.tokens, "lr": own.lr}
-        jobs.append(Job("rounding", **given))
-        for begin, mode, ratio in rounded:
-            timed = seed == 0 and ratio == 2 and (begin, mode) == (own.begins[0], own.modes[0])
-            rule = {"mode": mode, "ratio": ratio, "begin": begin, "timed": timed}
-            jobs.append(Job("rounding", **given, **rule))
-    return jobs
+def tuned(own: argparse.Namespace) -> dict[str, str]:
+    return {"architecture": "fp8-study", "size": own.tune_size}
+
+
+def rounding(
+    own: argparse.Namespace, architecture: str, seed: int, kind: tuple[str, str], ratio: int
+) -> Job:
+    """A run with rounding of `kind` (begin, mode), or with top-K if ratio is 0. The time of a step
+    is measured once for each architecture, at two tiles."""
+    job = Job("rounding", architecture, own.size, seed, own.tokens, own.lr)
+    if not ratio:
+        return job
+    timed = (seed, ratio) == (0, 2) and kind == (own.begins[0], own.modes[0])
+    return replace(job, begin=kind[0], mode=kind[1], ratio=ratio, timed=timed)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

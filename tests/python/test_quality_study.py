@@ -92,13 +92,20 @@ def test_refusals(given, sentence):
         quality_study.plan(quality_study.options(["rounding", *TINY, *given]))
 
 
-def test_pretraining_is_first_and_every_seed_has_its_topk_first():
-    own = quality_study.options(["rounding", "finetune", "--begins", "start,tenth"])
-    jobs = quality_study.plan(own)
-    assert jobs[0].study == "pretrain" and len(jobs) == 1 + 3 * (3 * (1 + 2 * 3) + 5)
-    assert len({job.name for job in jobs}) == len(jobs)
-    assert [job.seed for job in jobs[1:]] == sorted(job.seed for job in jobs[1:])
-    assert not jobs[1].ratio and jobs[2].ratio
+def test_a_study_that_stops_early_can_be_compared():
+    """Pretraining is first, top-K precedes rounding with the same seed, and the first mode has all
+    its seeds before the second begins."""
+    given = ["rounding", "finetune", "--begins", "start,tenth", "--modes", "up,down"]
+    jobs = quality_study.plan(quality_study.options(given))
+    assert jobs[0].study == "pretrain" and len({job.name for job in jobs}) == len(jobs)
+    first, others = jobs[1 : 1 + 3 * (3 * 4 + 5)], jobs[1 + 3 * (3 * 4 + 5) :]
+    assert [job.seed for job in first] == sorted(job.seed for job in first)
+    assert [job.ratio for job in first[:4]] == [0, 1, 2, 4]
+    assert {(job.begin, job.mode) for job in first if job.ratio} == {("start", "up")}
+    assert len(others) == 3 * 3 * 3 * 3 and {job.ratio for job in others[:27]} == {1}
+    assert [job.name for job in jobs if job.timed] == [
+        f"rounding-{name}-0.1b-up2-seed0" for name in ("olmoe", "qwen3", "deepseek")
+    ]
 
 
 def record(seed, loss, ratio=0, **more):
