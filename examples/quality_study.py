@@ -12,8 +12,8 @@ weights, the experts, or factors (LoRA) on experts in bf16, NF4 and MXFP4.
 
 Each GPU trains one run at a time. A record is appended to OUT/runs.jsonl after every run, and runs
 that are recorded there are not repeated: the same command continues. Runs that do not fit into
---limit seconds are left out. OUT/*.md and OUT/*.png show what there is. Exit codes: 0 done, 1
-a run failed, 2 bad input, 3 --limit came before the end, 130 interrupted.
+--limit seconds are left out. OUT/quality.json, quality-*.md and quality-*.png show what there is.
+Exit codes: 0 done, 1 a run failed, 2 bad input, 3 --limit came before the end, 130 interrupted.
 """
 
 import argparse

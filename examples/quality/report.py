@@ -1,6 +1,7 @@
 """Tables and plots of the records of quality_study.py."""
 
 import io
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -214,21 +215,23 @@ def tables(records: list[Record]) -> dict[str, str]:
     """Tables by the names of their files, of what has records."""
     found = {}
     if of(records, "rounding"):
-        found["rounding.md"] = rounding_table(rounding_rows(records))
+        found["quality-rounding.md"] = rounding_table(rounding_rows(records))
     if any("times" in record for record in records):
-        found["times.md"] = times_table(records)
+        found["quality-times.md"] = times_table(records)
     if of(records, "finetune"):
-        found["finetune.md"] = finetune_table(records)
+        found["quality-finetune.md"] = finetune_table(records)
     return {name: text + "\n" for name, text in found.items()}
 
 
 def write(out: Path, records: list[Record]) -> None:
-    """Writes the tables and plots of what has records, and prints the tables."""
+    """Writes all records as quality.json, and tables and plots of what has records; prints the
+    tables."""
     texts = tables(records)
     contents = {name: text.encode() for name, text in texts.items()}
-    if "rounding.md" in texts:
-        contents["rounding.png"] = rounding_plot(rounding_rows(records))
-    if "finetune.md" in texts:
-        contents["finetune.png"] = finetune_plot(records)
+    contents["quality.json"] = (json.dumps({"runs": records}) + "\n").encode()
+    if "quality-rounding.md" in texts:
+        contents["quality-rounding.png"] = rounding_plot(rounding_rows(records))
+    if "quality-finetune.md" in texts:
+        contents["quality-finetune.png"] = finetune_plot(records)
     write_report(out, contents)
     print("\n".join(texts.values()))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import quality_study
 import torch
+from cuda_support import needs_cuda
 from lm.errors import UserError
 from quality import report, text, train
 from quality.model import EAGER, Model, Rule, changed_rows
@@ -67,6 +68,16 @@ def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
     run = train.Run(job, place, train.new_model(job, place), "sources")
     run.train()
     assert run.model.blocks[0].moe.selection_bias.abs().max() > 0
+
+
+@needs_cuda
+def test_the_time_of_a_step_is_measured_on_cuda(parts, tmp_path):
+    place = train.Place(torch.device("cuda"), parts, tmp_path, float("inf"), EAGER)
+    job = Job("rounding", "olmoe", "tiny", 0, 6144, 1e-2, mode="nearest", ratio=2, timed=True)
+    record = train.train(job, place)
+    assert "times_failed" not in record and record["times"]["tokens"] == 128
+    for of in ("topk", "rounded"):
+        assert record["times"][of]["step_ms"] > record["times"][of]["experts_ms"] > 0
 
 
 def test_a_run_past_the_deadline_is_dropped(parts, tmp_path):
@@ -141,9 +152,9 @@ def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     assert full["curve"][0]["loss"] != nf4["curve"][0]["loss"]  # the experts were rounded to NF4
     assert nf4["val_loss"] < nf4["curve"][0]["loss"]
     assert nf4["val_loss_merged"] == pytest.approx(nf4["val_loss"], abs=1e-5)
-    for name in ("rounding.png", "finetune.png"):
+    for name in ("quality-rounding.png", "quality-finetune.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert "| lora-nf4 | 0.3 M | 1 |" in (out / "finetune.md").read_text()
+    assert "| lora-nf4 | 0.3 M | 1 |" in (out / "quality-finetune.md").read_text()
     before = (out / "runs.jsonl").read_bytes()
     assert quality_study.run_studies(given) == 0
     assert (out / "runs.jsonl").read_bytes() == before  # nothing was trained again
