@@ -24,6 +24,14 @@ def test_every_figure_names_a_known_record(figures):
     assert {*tables, *plots} == figures.MADE_BY.keys()
 
 
+def test_every_contender_has_a_title_and_a_colour(figures):
+    from h200_bench import contenders
+    from pages import common, ranks
+
+    assert contenders.LAYERS.keys() <= common.CONTENDERS.keys() == common.COLOURS.keys()
+    assert {*ranks.RIVALS} <= ranks.NAMES.keys() == ranks.PLOT_COLOURS.keys()
+
+
 def test_every_plot_is_shown(figures):
     pages = "".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     shown = {name for name in figures.PLOTS if f"images/{name}.svg" in pages}
