@@ -8,6 +8,7 @@
 #include "command.h"
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
+#include "core/fp8_layout.h"
 #include "peak.h"
 #include "plan_finetune.h"
 #include "target.h"
@@ -75,7 +76,7 @@ std::optional<MemoryCost> memory_at(const Plan& p, const LayerShape& shape) {
   try {
     Problem at = problem_of(shape, p.problem.dtype, p.problem.activation);
     at.precision = p.problem.precision;
-    if (at.precision == Precision::kFp8 && at.width % 128 != 0) return std::nullopt;
+    if (at.precision == Precision::kFp8 && at.width % fp8::kStep != 0) return std::nullopt;
     return memory_cost(at);
   } catch (const Error&) {
     return std::nullopt;  // more experts than any layer has, for example

@@ -4,7 +4,7 @@ precisions with several seeds, and computes the cosine similarity of a layer's f
 
     python examples/precision_study.py --out out/precision --steps 400
 
-Any setting of train_lm.py is a flag here too; d and n must be multiples of 128. A study that was
+Any setting of train_lm.py is a flag here too; d and n must be multiples of 64. A study that was
 interrupted continues where it stopped. Writes precision.json, precision.md and precision.png. Exit
 codes: 0 done, 1 a run that diverged or failed, 2 bad input or a disk that cannot be written, 130
 interrupted.
@@ -44,7 +44,7 @@ PRECISIONS = ("bf16", "fp8")
 MARKER = ".precision_study"  # this file in the output folder says that a study wrote to it before
 FILES = ("precision.json", "precision.md", "precision.png")
 LAST_STEPS = 50  # the record has the mean training loss of this many last steps
-# d and n are multiples of 128, as fp8 needs. The experts' parameters, total and active, are as many
+# d and n are multiples of 64, as fp8 needs. The experts' parameters, total and active, are as many
 # as in train_lm.py.
 DEFAULTS = {"out": "out/precision", "expert_width": "128", "experts": "32", "top_k": "4"}
 
@@ -62,8 +62,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     defaults = [f"--{key.replace('_', '-')}={value}" for key, value in DEFAULTS.items()]
     config = parse([*defaults, *rest]).config
     for name in ("width", "expert_width"):
-        if getattr(config, name) % 128:
-            raise UserError(f"{name} is {getattr(config, name)}; fp8 needs a multiple of 128")
+        if getattr(config, name) % 64:
+            raise UserError(f"{name} is {getattr(config, name)}; fp8 needs a multiple of 64")
     return own, config
 
 

@@ -52,8 +52,8 @@ TEST(ChecksFp8, ForwardRefusals) {
       {[](Forward& c) { c.problem.dtype = DType::kF16; }, "dtype is f16, must be bf16 for fp8",
        Status::kUnsupported},
       {[](Forward& c) { c.problem.hidden = 136; },
-       "hidden is 136, must be a multiple of 128 for fp8", Status::kUnsupported},
-      {[](Forward& c) { c.problem.width = 64; }, "width is 64, must be a multiple of 128 for fp8",
+       "hidden is 136, must be a multiple of 64 for fp8", Status::kUnsupported},
+      {[](Forward& c) { c.problem.width = 96; }, "width is 96, must be a multiple of 64 for fp8",
        Status::kUnsupported},
       {[](Forward& c) { c.args.fp8_weights = {}; },
        "fp8_weights is missing, must have at least 98816 bytes", Status::kWorkspaceTooSmall},
@@ -128,8 +128,8 @@ TEST(ChecksFp8, QuantizeWeightsRefusals) {
   expect_refusals<Quantise>({
       {[](Quantise& c) { c.problem.precision = Precision::kTensors; },
        "precision is tensors, must be fp8: only fp8 has quantised weights"},
-      {[](Quantise& c) { c.problem.hidden = 64; },
-       "hidden is 64, must be a multiple of 128 for fp8", Status::kUnsupported},
+      {[](Quantise& c) { c.problem.hidden = 32; }, "hidden is 32, must be a multiple of 64 for fp8",
+       Status::kUnsupported},
       {[](Quantise& c) { c.weights.down = {}; }, "weights.down has rank 0, must be 3: (E, d, n)"},
       {[](Quantise& c) { c.weights.gate.dtype = DType::kF32; },
        "weights.gate is f32, must be bf16"},
@@ -185,6 +185,9 @@ TEST(ChecksFp8, WeightsBytesAreThoseOfBothOrientations) {
   p.activation.kind = ActivationKind::kReLU2;
   p.experts = 5;
   EXPECT_EQ(fp8_weights_bytes(p), 4 * 5 * n * d + 2 * 256);
+  // Codes have whole blocks.
+  p.hidden = p.width = 64;
+  EXPECT_EQ(fp8_weights_bytes(p), 4 * 5 * 128 * 128 + 2 * 256);
   p.precision = Precision::kTensors;
   EXPECT_EQ(fp8_weights_bytes(p), 0);
 }

@@ -155,14 +155,16 @@ struct Place {
 void expect_quantised(const std::uint8_t* base, const Tensor& w, const Place& at) {
   const auto* scales = reinterpret_cast<const float*>(base + at.scales);
   for (std::int64_t e = 0; e < w.shape[0]; ++e) {
-    for (std::int64_t br = 0; br < w.shape[1] / kBlock; ++br) {
-      for (std::int64_t bc = 0; bc < w.shape[2] / kBlock; ++bc) {
+    for (std::int64_t br = 0; br < fp8::blocks_of(w.shape[1]); ++br) {
+      for (std::int64_t bc = 0; bc < fp8::blocks_of(w.shape[2]); ++bc) {
         std::vector<double> block;
         for (std::int64_t i = 0; i < kBlock * kBlock; ++i) {
-          block.push_back(element(w, e, br * kBlock + i / kBlock, bc * kBlock + i % kBlock));
+          const std::int64_t r = br * kBlock + i / kBlock, c = bc * kBlock + i % kBlock;
+          const bool exists = r < w.shape[1] && c < w.shape[2];
+          block.push_back(exists ? element(w, e, r, c) : 0.0);
         }
         const double scale = scale_by_trial(block);
-        ASSERT_EQ(scales[e * at.scales_expert + br * (w.shape[2] / kBlock) + bc], scale);
+        ASSERT_EQ(scales[e * at.scales_expert + br * fp8::blocks_of(w.shape[2]) + bc], scale);
         for (std::int64_t i = 0; i < kBlock * kBlock; i += 7) {
           const std::int64_t r = br * kBlock + i / kBlock, c = bc * kBlock + i % kBlock;
           ASSERT_EQ(base[at.codes + e * at.expert + r * at.row + c * at.col],
@@ -174,8 +176,11 @@ void expect_quantised(const std::uint8_t* base, const Tensor& w, const Place& at
   }
 }
 
-TEST(Fp8Quantize, WeightsLieAsTheLayoutSays) {
-  constexpr std::int64_t e = 3, n = 128, d = 256, size = n * d;
+void expect_layout(std::int64_t n, std::int64_t d) {
+  constexpr std::int64_t e = 3;
+  const std::int64_t size = n * d;
+  const std::int64_t codes_n = fp8::whole_blocks(n), codes_d = fp8::whole_blocks(d);
+  const std::int64_t codes = codes_n * codes_d;
   for (const ActivationKind kind : {ActivationKind::kSwiGLU, ActivationKind::kReLU2}) {
     Problem p;
     p.form = RoutingForm::kGrouped;
@@ -196,7 +201,7 @@ TEST(Fp8Quantize, WeightsLieAsTheLayoutSays) {
     if (g == 2) w.gate = {up.data(), DType::kBF16, 3, {e, n, d}, {g * size, g, g * n}};
     w.down = {down.data(), DType::kBF16, 3, {e, d, n}, {size, 1, d}};
     const std::int64_t bytes = fp8_weights_bytes(p);
-    EXPECT_EQ(bytes, 2 * (g + 1) * e * size + 2 * 256);
+    EXPECT_EQ(bytes, 2 * (g + 1) * e * codes + 2 * 256);
     std::vector<std::uint8_t> memory(static_cast<std::size_t>(bytes + 256));
     auto* base = memory.data() + (256 - reinterpret_cast<std::uintptr_t>(memory.data()) % 256);
     std::vector<std::uint8_t> first;
@@ -208,16 +213,26 @@ TEST(Fp8Quantize, WeightsLieAsTheLayoutSays) {
     EXPECT_TRUE(std::equal(first.begin(), first.end(), base)) << "bits depend on threads";
     const fp8::WeightsLayout at = fp8::weights_layout(p);
     EXPECT_EQ(at.bytes, bytes);
-    const std::int64_t tiles = size / (kBlock * kBlock);
+    const std::int64_t tiles = codes / (kBlock * kBlock);
     for (std::int64_t half = 0; half < g; ++half) {
       const Tensor& t = half + 1 == g ? w.up : w.gate;
       const std::int64_t scales = at.up_s + half * tiles * 4;
-      expect_quantised(base, t, {at.up + half * size, d, 1, g * size, scales, g * tiles});
-      expect_quantised(base, t, {at.up_t + half * n, 1, g * n, g * size, scales, g * tiles});
+      expect_quantised(base, t, {at.up + half * codes, codes_d, 1, g * codes, scales, g * tiles});
+      expect_quantised(base, t,
+                       {at.up_t + half * codes_n, 1, g * codes_n, g * codes, scales, g * tiles});
     }
-    expect_quantised(base, w.down, {at.down, n, 1, size, at.down_s, tiles});
-    expect_quantised(base, w.down, {at.down_t, 1, d, size, at.down_s, tiles});
+    expect_quantised(base, w.down, {at.down, codes_n, 1, codes, at.down_s, tiles});
+    expect_quantised(base, w.down, {at.down_t, 1, codes_d, codes, at.down_s, tiles});
   }
+}
+
+TEST(Fp8Quantize, WeightsLieAsTheLayoutSays) { expect_layout(128, 256); }
+
+// Codes past n and d are 0, in blocks of 64 rows or columns too.
+TEST(Fp8Quantize, BlocksOfWeightsAreWhole) {
+  expect_layout(192, 256);
+  expect_layout(128, 320);
+  expect_layout(64, 192);
 }
 
 }  // namespace

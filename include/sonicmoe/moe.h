@@ -25,7 +25,7 @@ enum class RoutingForm : std::int32_t {
   kGrouped = 2,  ///< x is grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
-/// The precision of the products. kFp8 needs bf16 tensors, d and n that are multiples of 128, and
+/// The precision of the products. kFp8 needs bf16 tensors, d and n that are multiples of 64, and
 /// the CPU or a GPU whose engine has FP8 kernels (H100 and H200 with the engine hopper). Other
 /// requests throw Status::kUnsupported. docs/fp8.md has its formulas.
 enum class Precision : std::int32_t {

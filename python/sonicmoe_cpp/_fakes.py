@@ -27,16 +27,21 @@ def _aligned(count):
     return (count + 255) // 256 * 256
 
 
+def _blocks(size):
+    return (size + 127) // 128
+
+
 def fp8_weights_bytes(experts, gates, width, hidden):
     """Bytes of quantised weights: codes in two orientations, and scales (core/fp8_layout.h)."""
-    matrix = experts * width * hidden
-    scales = matrix // 128**2 * 4
+    blocks = experts * _blocks(width) * _blocks(hidden)
+    matrix, scales = blocks * 128**2, blocks * 4
     return sum(2 * _aligned(n * matrix) + _aligned(n * scales) for n in (gates, 1))
 
 
-def kept_h_bytes(rows, depth):
+def kept_h_bytes(rows, gates, width):
     """Bytes of an H that is kept in fp8: codes and scales (core/fp8_layout.h)."""
-    return _aligned(rows * depth) + _aligned(depth // 128 * ((rows + 3) // 4 * 4) * 4)
+    scales = gates * _blocks(width) * ((rows + 3) // 4 * 4)
+    return _aligned(rows * gates * width) + _aligned(scales * 4)
 
 
 def _gates(a) -> int:
@@ -59,11 +64,11 @@ def inference(a):
 
 
 def _forward(a):
-    rows, depth = _rows(a), _gates(a) * a.w_down.shape[2]
+    rows, gates, width = _rows(a), _gates(a), a.w_down.shape[2]
     if a.precision == PRECISION["fp8"]:
-        h = a.x.new_empty((kept_h_bytes(rows, depth),), dtype=torch.uint8)
+        h = a.x.new_empty((kept_h_bytes(rows, gates, width),), dtype=torch.uint8)
     else:
-        h = a.x.new_empty((rows, depth))
+        h = a.x.new_empty((rows, gates * width))
     size = saved_bytes(a.x.shape[0], rows, a.w_down.shape[0])
     return a.x.new_empty(a.x.shape), h, a.x.new_empty((size,), dtype=torch.uint8)
 

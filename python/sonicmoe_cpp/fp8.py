@@ -173,7 +173,7 @@ def quantize_weights(
     """Quantises the weights of a layer to e4m3, for the argument fp8_weights of moe(), moe_pairs()
     and moe_grouped() with precision="fp8" or "auto". Call it again after w_up or w_down have
     changed. w_up and w_down are as in moe(). Raises NotImplementedError unless they are bf16, and d
-    and n multiples of 128; other errors as in moe()."""
+    and n multiples of 64; other errors as in moe()."""
     w_gate, w_up = gate_and_up("w_up", w_up)
     name = activation_of(activation).name
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
@@ -343,8 +343,8 @@ def share_fp8_weights(model: nn.Module) -> None:
     fully_shard, and after hf.set_precision().
 
     Without this call, weights are quantised in each forward and each backward. With it, every rank
-    holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer, also after the
-    gathered bf16 weights are freed.
+    holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer (n and d rounded up to
+    multiples of 128), also after the gathered bf16 weights are freed.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -57,7 +57,7 @@ def moe(
     Backward adds the weights' gradients to them, except those of frozen weights, and gives the
     weights None.
 
-    precision: "fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128).
+    precision: "fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 64).
     "auto" does so if that is expected to be faster. None multiplies in the tensors' dtype.
     fp8_weights: the result of quantize_weights() for w_up and w_down. Without it the call quantises
     them, and its backward quantises them again.

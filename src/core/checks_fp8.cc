@@ -11,10 +11,10 @@ namespace {
 constexpr std::int32_t kPrecisionCount = 2;
 constexpr std::int32_t kKeptHCount = 2;
 
-void whole_blocks(const char* name, std::int64_t value) {
-  if (value % fp8::kBlock == 0) return;
-  refuse(Status::kUnsupported, std::string(name) + " is " + std::to_string(value) +
-                                   ", must be a multiple of 128 for fp8");
+void steps_of_64(const char* name, std::int64_t value) {
+  if (value % fp8::kStep == 0) return;
+  refuse(Status::kUnsupported,
+         std::string(name) + " is " + std::to_string(value) + ", must be a multiple of 64 for fp8");
 }
 
 }  // namespace
@@ -27,8 +27,8 @@ void precision(const Problem& p) {
     refuse(Status::kUnsupported,
            std::string("dtype is ") + dtype_name(p.dtype) + ", must be bf16 for fp8");
   }
-  whole_blocks("hidden", p.hidden);
-  whole_blocks("width", p.width);
+  steps_of_64("hidden", p.hidden);
+  steps_of_64("width", p.width);
 }
 
 void fp8_weights(const Problem& p, const Buffer& given, const Exec& exec) {

@@ -18,22 +18,24 @@ struct CodedRows {
 /// The codes and scales of the kept H in its buffer `h`.
 CodedRows kept_h_rows(const Problem& problem, const Buffer& h);
 
-/// Quantises the rows [0, rows) of `source`, each of `depth` bf16 values in blocks of 128. Writes
-/// the restored values to `restored`, the codes and scales to `coded`, or both.
+/// Quantises the rows [0, rows) of `source`, each of `parts` parts of `width` bf16 values. A part
+/// has blocks of 128, the last of which may have fewer. Writes the restored values to `restored`,
+/// the codes and scales to `coded`, or both.
 struct QuantiseRows {
   Operand source;
   std::int64_t rows = 0;
-  std::int64_t depth = 0;
-  void* restored = nullptr;    ///< code * scale, (rows, depth) bf16; may be the memory of `source`;
-                               ///< null: not written
+  std::int64_t width = 0;
+  std::int64_t parts = 1;
+  void* restored = nullptr;    ///< code * scale, (rows, parts * width) bf16; may be the memory of
+                               ///< `source`; null: not written
   CodedRows coded{};           ///< codes and scales; not written if `codes` is null
   std::int64_t coded_row = 0;  ///< row 0 of `source` goes to this row of `coded`
 };
 void quantise_rows(Team& team, const QuantiseRows& job);
 
-/// Writes code * scale of every element of `coded` to `restored`, (rows, depth) bf16.
-void restore_rows(Team& team, const CodedRows& coded, std::int64_t rows, std::int64_t depth,
-                  void* restored);
+/// Writes code * scale of every element of `coded` to `restored`, (rows, parts * width) bf16.
+void restore_rows(Team& team, const CodedRows& coded, std::int64_t rows, std::int64_t parts,
+                  std::int64_t width, void* restored);
 
 /// Number of elements of the restored weights: gate and up (E, G, n, d), then down (E, d, n).
 std::int64_t restored_weights_elements(const Problem& problem);

@@ -253,12 +253,12 @@ class Fp8Backward {
     const Problem& p = b_.problem;
     quantise_rows(team_, {.source = rows_of(b_.args.dout, nullptr),
                           .rows = p.tokens,
-                          .depth = p.hidden,
+                          .width = p.hidden,
                           .restored = b_.da_rows.data});
     restore_weights(team_, p, b_.args.fp8_weights, b_.weights);
     if (!fp8::keeps_codes(p)) return;
-    restore_rows(team_, kept_h_rows(p, b_.args.h), b_.metadata.offsets[p.experts],
-                 b_.gates() * p.width, b_.h);
+    restore_rows(team_, kept_h_rows(p, b_.args.h), b_.metadata.offsets[p.experts], b_.gates(),
+                 p.width, b_.h);
   }
   /// Before dX~ of a group of experts: writes the group's rows of dH, quantised and restored, to
   /// Backward::dx_operand.
@@ -266,7 +266,8 @@ class Fp8Backward {
     const std::int64_t depth = b_.gates() * b_.problem.width;
     quantise_rows(team_, {.source = dense_rows(b_.dh, depth),
                           .rows = group.end - group.begin,
-                          .depth = depth,
+                          .width = b_.problem.width,
+                          .parts = b_.gates(),
                           .restored = b_.dx_operand});
   }
 

@@ -208,7 +208,7 @@ class Fp8Forward {
     const Problem& p = f_.problem;
     quantise_rows(team_, {.source = rows_of(f_.args.x, nullptr),
                           .rows = p.tokens,
-                          .depth = p.hidden,
+                          .width = p.hidden,
                           .restored = f_.x.data});
     restore_weights(team_, p, f_.args.fp8_weights, f_.weights);
   }
@@ -219,13 +219,14 @@ class Fp8Forward {
     const std::int64_t rows = group.end - group.begin;
     quantise_rows(
         team_,
-        {.source = dense_rows(f_.a, p.width), .rows = rows, .depth = p.width, .restored = f_.a});
+        {.source = dense_rows(f_.a, p.width), .rows = rows, .width = p.width, .restored = f_.a});
     if (f_.h == nullptr || !fp8::keeps_codes(p)) return;
     const std::int64_t depth = f_.gates() * p.width;
     const void* first = at_element(f_.h, group.begin * depth, f_.kernels.element_bytes);
     quantise_rows(team_, {.source = dense_rows(first, depth),
                           .rows = rows,
-                          .depth = depth,
+                          .width = p.width,
+                          .parts = f_.gates(),
                           .coded = kept_h_rows(p, f_.args.h),
                           .coded_row = group.begin});
   }

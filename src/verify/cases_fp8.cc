@@ -1,4 +1,6 @@
 // Test cases of Precision::kFp8. Their names begin with fp8/.
+#include <string_view>
+
 #include "verify/cases.h"
 
 namespace sonicmoe::verify {
@@ -70,8 +72,9 @@ std::vector<Routed> routed_shapes() {
   };
 }
 
-Case routed_case(const Routed& shape, Data data) {
-  Case c = fp8_case(std::string("routing/") + shape.name, data, shape.tokens, 256, 128);
+Case routed_case(const Routed& shape, const std::string& name, Data data, std::int64_t hidden,
+                 std::int64_t width) {
+  Case c = fp8_case("routing/" + name, data, shape.tokens, hidden, width);
   c.problem.form = shape.form;
   c.problem.experts = shape.experts;
   c.problem.top_k = shape.form == RoutingForm::kIds ? shape.slots : 0;
@@ -82,23 +85,37 @@ Case routed_case(const Routed& shape, Data data) {
   return c;
 }
 
+constexpr Data kAllData[] = {Data::kIntegers, Data::kRoundings, Data::kRandom};
+
 void add_routings(Extent extent, std::vector<Case>& cases) {
   for (const Routed& shape : routed_shapes()) {
     if (shape.extent == Extent::kFull && extent == Extent::kQuick) continue;
-    for (const Data data : {Data::kIntegers, Data::kRoundings, Data::kRandom}) {
-      cases.push_back(routed_case(shape, data));
+    for (const Data data : kAllData) {
+      cases.push_back(routed_case(shape, shape.name, data, 256, 128));
     }
   }
 }
 
+struct Shaped {
+  const char* layout_name;
+  Layout layout;
+  std::int64_t hidden, width;
+  KeptH kept;
+};
+
+Case shaped_case(const Shaped& s, const std::string& prefix, Data data) {
+  const std::string name = "shape/" + prefix + "d" + std::to_string(s.hidden) + "_n" +
+                           std::to_string(s.width) + "_" + s.layout_name;
+  Case c = fp8_case(name, data, 67, s.hidden, s.width);
+  c.layout = s.layout;
+  c.problem.kept_h = s.kept;
+  c.bias = s.kept == KeptH::kTensors;
+  c.cpu_only = s.layout == Layout::kReversed;
+  return c;
+}
+
 // d and n of one to five blocks, every layout of the weights, H kept as codes or in bf16.
 void add_shapes(std::vector<Case>& cases) {
-  struct Shaped {
-    const char* layout_name;
-    Layout layout;
-    std::int64_t hidden, width;
-    KeptH kept;
-  };
   using enum Layout;
   const Shaped shapes[] = {
       {"separate", kSeparate, 128, 128, KeptH::kPrecision},
@@ -114,16 +131,59 @@ void add_shapes(std::vector<Case>& cases) {
   };
   for (const Shaped& s : shapes) {
     for (const Data data : {Data::kRoundings, Data::kRandom}) {
-      const std::string name = std::string("shape/d") + std::to_string(s.hidden) + "_n" +
-                               std::to_string(s.width) + "_" + s.layout_name;
-      Case c = fp8_case(name, data, 67, s.hidden, s.width);
-      c.layout = s.layout;
-      c.problem.kept_h = s.kept;
-      c.bias = s.kept == KeptH::kTensors;
-      c.cpu_only = s.layout == kReversed;
-      cases.push_back(c);
+      cases.push_back(shaped_case(s, "", data));
     }
   }
+}
+
+// d or n is an odd multiple of 64, so the last block has 64 rows or columns: every layout, awkward
+// numbers of rows, all activations, H kept as codes or in bf16.
+void add_tails(std::vector<Case>& cases) {
+  using enum Layout;
+  const Shaped shapes[] = {
+      {"separate", kSeparate, 64, 64, KeptH::kPrecision},
+      {"separate", kSeparate, 192, 704, KeptH::kPrecision},
+      {"concatenated", kConcatenated, 192, 128, KeptH::kTensors},
+      {"concatenated", kConcatenated, 128, 320, KeptH::kPrecision},
+      {"interleaved", kInterleaved, 128, 192, KeptH::kPrecision},
+      {"interleaved", kInterleaved, 320, 64, KeptH::kTensors},
+      {"transposed", kTransposed, 448, 192, KeptH::kPrecision},
+      {"transposed", kTransposed, 64, 320, KeptH::kTensors},
+      {"paired", kPaired, 192, 320, KeptH::kPrecision},
+      {"paired", kPaired, 320, 192, KeptH::kTensors},
+      {"padded", kPadded, 192, 192, KeptH::kPrecision},
+      {"reversed", kReversed, 192, 64, KeptH::kPrecision},
+  };
+  for (const Shaped& s : shapes) {
+    for (const Data data : {Data::kRoundings, Data::kRandom}) {
+      cases.push_back(shaped_case(s, "tail_", data));
+    }
+  }
+  for (const Routed& shape : routed_shapes()) {
+    const std::string_view name = shape.name;
+    if (name != "ids_edges" && name != "pairs_shuffled" && name != "grouped_edges") continue;
+    for (const Data data : kAllData) {
+      cases.push_back(routed_case(shape, "tail_" + std::string(name), data, 192, 320));
+    }
+  }
+  for (std::int32_t index = 0; index < kActivationCount; ++index) {
+    const auto kind = static_cast<ActivationKind>(index);
+    const bool codes = index % 2 == 0;
+    const std::string name =
+        std::string("activation/tail_") + activation_name(kind) + (codes ? "" : "_kept_bf16");
+    Case c = fp8_case(name, Data::kRandom, 90, 192, 320);
+    c.problem.activation.kind = kind;
+    c.problem.kept_h = codes ? KeptH::kPrecision : KeptH::kTensors;
+    c.bias = true;
+    cases.push_back(c);
+  }
+  Case grads = fp8_case("grads/tail_accumulated", Data::kRoundings, 70, 320, 192);
+  grads.grad_dtype = DType::kF32;
+  grads.grad_mode = GradMode::kAccumulate;
+  grads.bias = true;
+  grads.pattern = Pattern::kCounts;
+  grads.counts = {61, 0, 70};
+  cases.push_back(grads);
 }
 
 void add_activations(std::vector<Case>& cases) {
@@ -206,6 +266,7 @@ void add_large(std::vector<Case>& cases) {
 void add_fp8_cases(Extent extent, std::vector<Case>& cases) {
   add_routings(extent, cases);
   add_shapes(cases);
+  add_tails(cases);
   add_activations(cases);
   add_grads(cases);
   add_promotion(cases);

@@ -107,14 +107,18 @@ class Filler {
   /// different scales.
   void spread_blocks(const BlockView& tensor, BlockShape block) {
     const Tensor t = tensor.on_host();
-    const std::int64_t cols = t.shape[t.rank - 1];
+    const std::int64_t rows = t.shape[t.rank - 2], cols = t.shape[t.rank - 1];
     std::vector<double> values = oracle::read(t);
-    const std::int64_t across = cols / block.cols;
-    std::vector<double> factors(values.size() / static_cast<std::size_t>(block.rows * block.cols));
+    if (values.empty()) return;
+    const std::int64_t down = (rows + block.rows - 1) / block.rows;
+    const std::int64_t across = (cols + block.cols - 1) / block.cols;
+    const std::int64_t matrices = static_cast<std::int64_t>(values.size()) / (rows * cols);
+    std::vector<double> factors(static_cast<std::size_t>(matrices * down * across));
     for (double& f : factors) f = std::ldexp(1.0, static_cast<int>(engine_() % 4) - 2);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const auto at = static_cast<std::int64_t>(i);
-      values[i] *= factors[at / cols / block.rows * across + at % cols / block.cols];
+      const std::int64_t row = at / cols % rows, matrix = at / cols / rows;
+      values[i] *= factors[(matrix * down + row / block.rows) * across + at % cols / block.cols];
     }
     oracle::write(t, values);
   }

@@ -30,10 +30,11 @@ void put_scale(void* buffer, std::int64_t offset, std::int64_t index, double val
   std::memcpy(at(buffer, offset + 4 * index), &scale, 4);
 }
 
-// Byte offsets, in the weights' buffer, of one expert's codes (rows, cols), of their transposed
-// copy and of their scales.
+// Byte offsets, in the weights' buffer, of one expert's codes, of their transposed copy and of
+// their scales, and the codes from one row to the next in both copies.
 struct Place {
   std::int64_t codes;
+  std::int64_t stride;
   std::int64_t transposed;
   std::int64_t transposed_stride;
   std::int64_t scales;
@@ -44,7 +45,7 @@ void write_matrix(const Matrix<double>& m, const Place& place, void* buffer) {
   for (std::int64_t r = 0; r < m.rows; ++r) {
     for (std::int64_t c = 0; c < m.cols; ++c) {
       const std::uint8_t code = e4m3_code(q.values(r, c));
-      *at(buffer, place.codes + r * m.cols + c) = code;
+      *at(buffer, place.codes + r * place.stride + c) = code;
       *at(buffer, place.transposed + c * place.transposed_stride + r) = code;
     }
   }
@@ -55,9 +56,12 @@ void write_matrix(const Matrix<double>& m, const Place& place, void* buffer) {
 
 Matrix<double> read_matrix_at(const void* buffer, const Place& place, std::int64_t rows,
                               std::int64_t cols) {
-  Quantised q{Matrix<double>(rows, cols), Matrix<double>(rows / 128, cols / 128)};
-  for (std::int64_t i = 0; i < rows * cols; ++i) {
-    q.values.values[i] = e4m3_value(*at(buffer, place.codes + i));
+  Quantised q{Matrix<double>(rows, cols),
+              Matrix<double>(fp8::blocks_of(rows), fp8::blocks_of(cols))};
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = 0; c < cols; ++c) {
+      q.values(r, c) = e4m3_value(*at(buffer, place.codes + r * place.stride + c));
+    }
   }
   for (std::size_t i = 0; i < q.scales.values.size(); ++i) {
     q.scales.values[i] = scale_at(buffer, place.scales, static_cast<std::int64_t>(i));
@@ -71,26 +75,29 @@ void each_weight(AnyLayer& layer, F f) {
   const Problem& p = layer.problem;
   const fp8::WeightsLayout offset = fp8::weights_layout(p);
   const std::int64_t gates = gate_factor(p.activation.kind);
-  const std::int64_t size = p.hidden * p.width;
+  const std::int64_t hidden = fp8::whole_blocks(p.hidden), width = fp8::whole_blocks(p.width);
+  const std::int64_t size = hidden * width;
   const std::int64_t tiles = size / (128 * 128);
   for (std::int64_t e = 0; e < p.experts; ++e) {
     for (std::int64_t g = 0; g < gates; ++g) {
       const std::int64_t matrix = e * gates + g;
       f(g + 1 == gates ? layer.up[e] : layer.gate[e],
-        Place{offset.up + matrix * size, offset.up_t + e * gates * size + g * p.width,
-              gates * p.width, offset.up_s + 4 * matrix * tiles});
+        Place{offset.up + matrix * size, hidden, offset.up_t + e * gates * size + g * width,
+              gates * width, offset.up_s + 4 * matrix * tiles});
     }
-    f(layer.down[e], Place{offset.down + e * size, offset.down_t + e * size, p.hidden,
+    f(layer.down[e], Place{offset.down + e * size, width, offset.down_t + e * size, hidden,
                            offset.down_s + 4 * e * tiles});
   }
 }
 
-// Calls f(half of H, its first column in a row of the kept H) for gate, where there is one, and up.
+// Calls f(half of H, its first column and its first block in a row of the kept H) for gate, where
+// there is one, and up.
 template <class F>
 void each_half(const Problem& p, F f) {
   const std::int64_t gates = gate_factor(p.activation.kind);
   for (std::int64_t g = 0; g < gates; ++g) {
-    f(g + 1 == gates ? &HiddenRows::up : &HiddenRows::gate, g * p.width);
+    f(g + 1 == gates ? &HiddenRows::up : &HiddenRows::gate, g * p.width,
+      g * fp8::blocks_of(p.width));
   }
 }
 
@@ -135,7 +142,8 @@ double block_scale(double largest) {
 }
 
 Quantised quantise(const Matrix<double>& m, BlockShape block) {
-  Quantised q{m, Matrix<double>(m.rows / block.rows, m.cols / block.cols)};
+  Quantised q{m, Matrix<double>((m.rows + block.rows - 1) / block.rows,
+                                (m.cols + block.cols - 1) / block.cols)};
   for (std::int64_t i = 0; i < m.rows; ++i) {
     for (std::int64_t j = 0; j < m.cols; ++j) {
       double& largest = q.scales(i / block.rows, j / block.cols);
@@ -160,6 +168,8 @@ Matrix<double> restored(const Quantised& q, BlockShape block) {
 }
 
 void write_fp8_weights(const Layer& layer, void* buffer) {
+  const fp8::WeightsLayout offset = fp8::weights_layout(layer.problem);
+  std::fill_n(at(buffer, offset.up), offset.up_s - offset.up, std::uint8_t{0});
   each_weight(layer,
               [&](const Matrix<double>& m, const Place& place) { write_matrix(m, place, buffer); });
 }
@@ -172,7 +182,7 @@ void read_fp8_weights(const void* buffer, Layer& layer) {
 
 std::int64_t first_difference(const Problem& p, const void* a, const void* b) {
   const fp8::WeightsLayout offset = fp8::weights_layout(p);
-  const std::int64_t down = p.experts * p.hidden * p.width;
+  const std::int64_t down = p.experts * fp8::whole_blocks(p.hidden) * fp8::whole_blocks(p.width);
   const std::int64_t up = gate_factor(p.activation.kind) * down;
   const std::int64_t arrays[][2] = {{offset.up, up},
                                     {offset.up_t, up},
@@ -191,19 +201,20 @@ std::int64_t first_difference(const Problem& p, const void* a, const void* b) {
 void write_kept_h(const Problem& p, const HiddenRows& h, std::int64_t capacity, void* buffer) {
   const fp8::RowsLayout offset = fp8::kept_h_layout(p, capacity);
   const std::int64_t depth = gate_factor(p.activation.kind) * p.width;
-  each_half(p, [&](Matrix<double> HiddenRows::* half, std::int64_t first) {
-    const Matrix<double>& m = h.*half;
-    const Quantised q = quantise(m, kRowBlocks);
-    for (std::int64_t i = 0; i < m.rows; ++i) {
-      for (std::int64_t j = 0; j < m.cols; ++j) {
-        *at(buffer, offset.codes + i * depth + first + j) = e4m3_code(q.values(i, j));
-      }
-      for (std::int64_t b = 0; b < m.cols / 128; ++b) {
-        put_scale(buffer, offset.scales, (first / 128 + b) * offset.scale_stride + i,
-                  q.scales(i, b));
-      }
-    }
-  });
+  each_half(p,
+            [&](Matrix<double> HiddenRows::* half, std::int64_t first, std::int64_t first_block) {
+              const Matrix<double>& m = h.*half;
+              const Quantised q = quantise(m, kRowBlocks);
+              for (std::int64_t i = 0; i < m.rows; ++i) {
+                for (std::int64_t j = 0; j < m.cols; ++j) {
+                  *at(buffer, offset.codes + i * depth + first + j) = e4m3_code(q.values(i, j));
+                }
+                for (std::int64_t b = 0; b < q.scales.cols; ++b) {
+                  put_scale(buffer, offset.scales, (first_block + b) * offset.scale_stride + i,
+                            q.scales(i, b));
+                }
+              }
+            });
 }
 
 HiddenRows read_kept_h(const Problem& p, std::int64_t rows, std::int64_t capacity,
@@ -211,19 +222,20 @@ HiddenRows read_kept_h(const Problem& p, std::int64_t rows, std::int64_t capacit
   const fp8::RowsLayout offset = fp8::kept_h_layout(p, capacity);
   const std::int64_t depth = gate_factor(p.activation.kind) * p.width;
   HiddenRows h;
-  each_half(p, [&](Matrix<double> HiddenRows::* half, std::int64_t first) {
-    Quantised q{Matrix<double>(rows, p.width), Matrix<double>(rows, p.width / 128)};
-    for (std::int64_t i = 0; i < rows; ++i) {
-      for (std::int64_t j = 0; j < p.width; ++j) {
-        q.values(i, j) = e4m3_value(*at(buffer, offset.codes + i * depth + first + j));
-      }
-      for (std::int64_t b = 0; b < p.width / 128; ++b) {
-        q.scales(i, b) =
-            scale_at(buffer, offset.scales, (first / 128 + b) * offset.scale_stride + i);
-      }
-    }
-    h.*half = restored(q, kRowBlocks);
-  });
+  each_half(
+      p, [&](Matrix<double> HiddenRows::* half, std::int64_t first, std::int64_t first_block) {
+        Quantised q{Matrix<double>(rows, p.width), Matrix<double>(rows, fp8::blocks_of(p.width))};
+        for (std::int64_t i = 0; i < rows; ++i) {
+          for (std::int64_t j = 0; j < p.width; ++j) {
+            q.values(i, j) = e4m3_value(*at(buffer, offset.codes + i * depth + first + j));
+          }
+          for (std::int64_t b = 0; b < q.scales.cols; ++b) {
+            q.scales(i, b) =
+                scale_at(buffer, offset.scales, (first_block + b) * offset.scale_stride + i);
+          }
+        }
+        h.*half = restored(q, kRowBlocks);
+      });
   return h;
 }
 

@@ -1,5 +1,6 @@
 // Quantisation as docs/fp8.md defines it, in fp64: e4m3 codes, and one power-of-two scale for each
-// block of 1 x 128 values of a row or of 128 x 128 values of a weight matrix.
+// block of 1 x 128 values of a row or of 128 x 128 values of a weight matrix. The last block of a
+// dimension may have fewer rows or columns.
 #pragma once
 
 #include "verify/oracle.h"
@@ -16,7 +17,7 @@ double e4m3_value(std::uint8_t code);
 /// The scale of a block whose largest finite magnitude is `largest`.
 double block_scale(double largest);
 
-/// Numbers of rows and of columns of a block.
+/// Numbers of rows and of columns of a block that is not the last one.
 struct BlockShape {
   std::int64_t rows = 1;
   std::int64_t cols = 128;
@@ -34,12 +35,13 @@ Quantised quantise(const Matrix<double>& m, BlockShape block);
 Matrix<double> restored(const Quantised& q, BlockShape block);
 
 /// Quantises gate, up and down of `layer` into `buffer`, which has the layout that
-/// quantize_weights() writes. Does not write the padding between its arrays.
+/// quantize_weights() writes: past d and n, codes are 0. Does not write the bytes between the
+/// arrays.
 void write_fp8_weights(const Layer& layer, void* buffer);
 /// Replaces gate, up and down of `layer` by the dequantised weights of `buffer`.
 void read_fp8_weights(const void* buffer, Layer& layer);
-/// The offset of the first byte at which two buffers of quantised weights differ, or -1. Padding
-/// is not compared.
+/// The offset of the first byte at which two buffers of quantised weights differ, or -1. The codes
+/// past d and n are compared too, the bytes between the arrays are not.
 std::int64_t first_difference(const Problem& problem, const void* a, const void* b);
 
 /// Quantises `h`, whose values must be bf16 values, into `buffer`, which has the layout of the kept

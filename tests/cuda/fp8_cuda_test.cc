@@ -73,11 +73,11 @@ class CudaFp8 : public ::testing::Test {
 };
 
 TEST_F(CudaFp8, QuantisesRowsAsTheHostDoes) {
-  constexpr std::int64_t kRows = 67, kDepth = 640, kStride = 648;
+  constexpr std::int64_t kRows = 67, kWidth = 576, kDepth = 640, kStride = 648;
   const std::vector<std::uint16_t> values = any_values(kRows * kStride, 1);
   DeviceArray rows(kRows * kStride * 2), codes(kRows * kDepth), scales(kRows * kDepth / 128 * 4);
   rows.set(values);
-  Tensor view = tensor2(rows.data(), DType::kBF16, kRows, kDepth);
+  Tensor view = tensor2(rows.data(), DType::kBF16, kRows, kWidth);
   view.stride[0] = kStride;
   const cuda::CodedRows out{tensor2(codes.data(), DType::kBF16, kRows, kDepth),
                             {static_cast<float*>(scales.data()), 0}};
@@ -88,7 +88,7 @@ TEST_F(CudaFp8, QuantisesRowsAsTheHostDoes) {
   for (std::int64_t block = 0; block < kRows * kDepth / 128; ++block) {
     const std::int64_t row = block / (kDepth / 128), first = block % (kDepth / 128) * 128;
     const auto value = [&](std::int64_t i) {
-      return to_float(BF16{values[row * kStride + first + i]});
+      return first + i < kWidth ? to_float(BF16{values[row * kStride + first + i]}) : 0.0f;
     };
     std::uint32_t largest = 0;
     for (int i = 0; i < 128; ++i) largest = std::max(largest, fp8::magnitude_of(value(i)));
@@ -101,58 +101,63 @@ TEST_F(CudaFp8, QuantisesRowsAsTheHostDoes) {
   }
 }
 
-TEST_F(CudaFp8, QuantisesWeightsAsTheCpuDoes) {
-  constexpr std::int64_t kE = 3, kD = 256, kN = 384;
+void expect_weights_of_the_cpu(const Exec& exec, std::int64_t d, std::int64_t n) {
+  constexpr std::int64_t kE = 3;
   Problem p;
   p.tokens = 1;
-  p.hidden = kD;
-  p.width = kN;
+  p.hidden = d;
+  p.width = n;
   p.experts = kE;
   p.top_k = 1;
   p.dtype = DType::kBF16;
   p.precision = Precision::kFp8;
-  const std::vector<std::uint16_t> up = any_values(kE * 2 * kN * kD, 2);
-  const std::vector<std::uint16_t> down = any_values(kE * kD * kN, 3);
-  DeviceArray device_up(kE * 2 * kN * kD * 2), device_down(kE * kD * kN * 2);
+  const std::vector<std::uint16_t> up = any_values(kE * 2 * n * d, 2);
+  const std::vector<std::uint16_t> down = any_values(kE * d * n, 3);
+  DeviceArray device_up(kE * 2 * n * d * 2), device_down(kE * d * n * 2);
   device_up.set(up);
   device_down.set(down);
   // Gate and up: side by side; rows alternate; transposed; columns alternate ("paired").
   for (int layout = 0; layout < 4; ++layout) {
-    const auto weights = [&](const void* u, const void* d) {
+    const auto weights = [&](const void* u, const void* v) {
       Weights w;
       auto* first = const_cast<std::uint16_t*>(static_cast<const std::uint16_t*>(u));
-      w.gate = tensor3(first, DType::kBF16, kE, kN, kD);
-      w.gate.stride[0] = 2 * kN * kD;
-      std::int64_t next = kN * kD;
+      w.gate = tensor3(first, DType::kBF16, kE, n, d);
+      w.gate.stride[0] = 2 * n * d;
+      std::int64_t next = n * d;
       if (layout == 1) {
-        w.gate.stride[1] = 2 * kD;
-        next = kD;
+        w.gate.stride[1] = 2 * d;
+        next = d;
       } else if (layout == 2) {
         w.gate.stride[1] = 1;
-        w.gate.stride[2] = kN;
+        w.gate.stride[2] = n;
       } else if (layout == 3) {
         w.gate.stride[1] = 2;
-        w.gate.stride[2] = 2 * kN;
+        w.gate.stride[2] = 2 * n;
         next = 1;
       }
       w.up = w.gate;
       w.up.data = first + next;
-      w.down = tensor3(const_cast<void*>(d), DType::kBF16, kE, kD, kN);
+      w.down = tensor3(const_cast<void*>(v), DType::kBF16, kE, d, n);
       if (layout >= 2) {
         w.down.stride[1] = 1;
-        w.down.stride[2] = kD;
+        w.down.stride[2] = d;
       }
       return w;
     };
-    const std::int64_t bytes = fp8_weights_bytes(p, exec_);
+    const std::int64_t bytes = fp8_weights_bytes(p, exec);
     HostArray want(bytes);
     DeviceArray got(bytes);
     got.fill(0);
     quantize_weights(p, weights(up.data(), down.data()), want.buffer());
-    quantize_weights(p, weights(device_up.data(), device_down.data()), got.buffer(), exec_);
+    quantize_weights(p, weights(device_up.data(), device_down.data()), got.buffer(), exec);
     must(cudaDeviceSynchronize());
-    EXPECT_EQ(got.get(), want.get()) << "layout " << layout;
+    EXPECT_EQ(got.get(), want.get()) << "layout " << layout << ", d " << d << ", n " << n;
   }
+}
+
+TEST_F(CudaFp8, QuantisesWeightsAsTheCpuDoes) {
+  expect_weights_of_the_cpu(exec_, 256, 384);
+  expect_weights_of_the_cpu(exec_, 192, 320);
 }
 
 /// A layer of integers on either backend, and its results.
@@ -326,7 +331,9 @@ class IntegerLayer {
 // and dH, and in dX~.
 TEST_F(CudaFp8, IntegersEqualTheCpu) {
   constexpr LayerShape kShapes[] = {
-      {5, 8448, 128, 1, 1}, {130, 128, 4224, 2, 1}, {700, 256, 384, 2, 2}, {900, 384, 640, 3, 2}};
+      {5, 8448, 128, 1, 1},  {130, 128, 4224, 2, 1}, {700, 256, 384, 2, 2},  {900, 384, 640, 3, 2},
+      {700, 192, 704, 2, 2}, {5, 2880, 64, 1, 1},    {130, 1088, 320, 2, 1}, {300, 128, 192, 9, 3}};
+  // The last four have blocks of 64.
   const char* names[] = {"out", "dx", "dweights", "dup", "ddown"};
   for (const LayerShape& s : kShapes) {
     for (const KeptH kept : {KeptH::kPrecision, KeptH::kTensors}) {
@@ -355,21 +362,22 @@ std::int64_t count_nan(const Bytes& elements, std::int64_t row, std::int64_t wid
 // Infinities get the NaN code in the epilogues of A and dH, so they reach the outputs as NaN: the
 // code of 448 in their place would give a finite output. Other tokens keep their bits.
 TEST_F(CudaFp8, InfinitiesOfATokenBecomeNaN) {
-  constexpr LayerShape kShape{130, 256, 384, 2, 2};
   constexpr std::int64_t kOfX = 3, kOfDout = 70;
-  for (const KeptH kept : {KeptH::kPrecision, KeptH::kTensors}) {
-    const std::vector<Bytes> usual = IntegerLayer(kShape, kept).on_device(exec_);
-    IntegerLayer layer(kShape, kept);
+  for (int variant = 0; variant < 4; ++variant) {
+    const LayerShape shape{130, 256, variant < 2 ? 384 : 320, 2, 2};
+    const KeptH kept = variant % 2 == 0 ? KeptH::kPrecision : KeptH::kTensors;
+    const std::vector<Bytes> usual = IntegerLayer(shape, kept).on_device(exec_);
+    IntegerLayer layer(shape, kept);
     layer.overflow(kOfX, kOfDout);
     const std::vector<Bytes> want = layer.on_cpu(), got = layer.on_device(exec_);
-    EXPECT_GT(count_nan(want[0], kOfX, kShape.hidden), 0);
-    EXPECT_GT(count_nan(want[1], kOfDout, kShape.hidden), 0);
-    for (std::int64_t t = 0; t < kShape.tokens; ++t) {
+    EXPECT_GT(count_nan(want[0], kOfX, shape.hidden), 0);
+    EXPECT_GT(count_nan(want[1], kOfDout, shape.hidden), 0);
+    for (std::int64_t t = 0; t < shape.tokens; ++t) {
       for (int i = 0; i < 2; ++i) {  // out, dx
-        EXPECT_EQ(count_nan(got[i], t, kShape.hidden), count_nan(want[i], t, kShape.hidden))
+        EXPECT_EQ(count_nan(got[i], t, shape.hidden), count_nan(want[i], t, shape.hidden))
             << "output " << i << ", token " << t;
         if (t == kOfX || t == kOfDout) continue;
-        const std::int64_t row = kShape.hidden * 2;
+        const std::int64_t row = shape.hidden * 2;
         EXPECT_TRUE(std::equal(got[i].begin() + t * row, got[i].begin() + (t + 1) * row,
                                usual[i].begin() + t * row))
             << "output " << i << ", token " << t;
@@ -457,6 +465,13 @@ TEST_F(CudaFp8, MoreCodesThanOffsetsReachAreRefused) {
       p.precision = Precision::kTensors;
       EXPECT_NO_THROW(moe_sizes(p, pass, exec_)) << "hidden " << hidden << " in bf16";
     }
+    Problem p = smallest_problem();
+    p.hidden = 64;
+    p.tokens = (std::int64_t{1} << 36) / 128;
+    EXPECT_NO_THROW(moe_sizes(p, pass, exec_));
+    p.tokens++;
+    expect_refusal(p, pass, exec_,
+                   "tokens * hidden, rounded up to a multiple of 128, is 68719476864, must be");
   }
 }
 

@@ -5,6 +5,7 @@ import pytest
 import reference
 import sonicmoe_cpp
 import torch
+import torch.nn.functional as F
 from reference import Layer
 from sonicmoe_cpp._call import NEEDS
 from sonicmoe_cpp._fakes import fp8_weights_bytes
@@ -27,15 +28,21 @@ def scale_of(largest):
 
 
 def coded(v, *block):
-    """v quantised to e4m3 and back, in blocks of the last dimensions."""
+    """v quantised to e4m3 and back, in blocks of the last dimensions. The last block of a dimension
+    may be smaller."""
+    over = [-size % b for size, b in zip(v.shape[-len(block) :], block, strict=True)]
+    padded = F.pad(v.float(), [n for size in reversed(over) for n in (0, size)])
     sizes = [
-        s for size, b in zip(v.shape[-len(block) :], block, strict=True) for s in (size // b, b)
+        s
+        for size, b in zip(padded.shape[-len(block) :], block, strict=True)
+        for s in (size // b, b)
     ]
-    blocks = v.float().reshape(*v.shape[: -len(block)], *sizes)
+    blocks = padded.reshape(*v.shape[: -len(block)], *sizes)
     inner = [blocks.dim() - 1 - 2 * i for i in range(len(block))]
     scale = scale_of(blocks.abs().amax(inner, keepdim=True))
     codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).reshape(v.shape)
+    restored = (codes.float() * scale).reshape(padded.shape)
+    return restored[tuple(slice(size) for size in v.shape)]
 
 
 def rows8(v):
@@ -76,7 +83,7 @@ def plain_step(layer: Layer, keep_h: str | None) -> dict:
     w_down = layer.w_down.detach().float()
     biased = layer.b_up is not None
     b_gate, b_up = halves(layer.b_up.detach().float(), gated, layout, 1) if biased else (None, None)
-    b_down = layer.b_down.detach().float() if biased else torch.zeros(E, D)
+    b_down = layer.b_down.detach().float() if biased else torch.zeros(w_down.shape[:2])
     out, dx = torch.zeros_like(x), torch.zeros_like(x)
     dscore, grads = torch.zeros_like(score), []
     for e in range(E):
@@ -106,8 +113,8 @@ def plain_step(layer: Layer, keep_h: str | None) -> dict:
     return {"out": rounded(out), "x": rounded(dx), "weights": dscore} | stacked
 
 
-def fp8_layer(**options) -> Layer:
-    return Layer(T, D, N, E, K, **options).to(BF16)
+def fp8_layer(d=D, n=N, **options) -> Layer:
+    return Layer(T, d, n, E, K, **options).to(BF16)
 
 
 def with_options(**options):
@@ -121,7 +128,17 @@ def with_options(**options):
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("activation", ["swiglu", "reglu", "swiglu_oai", "gelu", "relu2"])
 def test_against_the_same_formulas(activation, layout, keep_h):
-    layer = fp8_layer(activation=activation, gate_layout=layout, bias=True)
+    check_formulas(fp8_layer(activation=activation, gate_layout=layout, bias=True), keep_h)
+
+
+@pytest.mark.parametrize("keep_h", [None, "bf16"])
+@pytest.mark.parametrize("activation", ["swiglu_oai", "relu2"])
+@pytest.mark.parametrize(("d", "n"), [(64, 64), (192, 320), (320, 128), (128, 192)])
+def test_last_blocks_of_64(d, n, activation, keep_h):
+    check_formulas(fp8_layer(d, n, activation=activation, bias=True), keep_h)
+
+
+def check_formulas(layer, keep_h):
     got = layer.step(with_options(precision="fp8", keep_h=keep_h))
     exact = layer.to(torch.float32).step(reference.moe)
     for name, want in plain_step(layer, keep_h).items():
@@ -232,8 +249,9 @@ def test_memory_kept_for_backward():
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_keeps_bf16"])
-def test_operators(precision):
-    layer = fp8_layer(bias=True)
+@pytest.mark.parametrize(("d", "n"), [(D, N), (192, 64)])
+def test_operators(precision, d, n):
+    layer = fp8_layer(d, n, bias=True)
     tensors = (layer.x, layer.ids, None, layer.weights, None, layer.w_up, layer.w_down)
     options = (layer.b_up, layer.b_down, 0, 0, 0.0, 0.0, 0, PRECISION[precision])
     arguments = tuple(
@@ -337,8 +355,8 @@ def test_refusals_of_weights_dtypes_and_sizes():
         other.call(with_options(fp8_weights=quantised))
     with pytest.raises(NotImplementedError, match="dtype is f16, must be bf16 for fp8"):
         layer.to(torch.float16).call(with_options(precision="fp8"))
-    odd = Layer(T, D, 64, E, K).to(BF16)
-    with pytest.raises(NotImplementedError, match="width is 64, must be a multiple of 128"):
+    odd = Layer(T, D, 96, E, K).to(BF16)
+    with pytest.raises(NotImplementedError, match="width is 96, must be a multiple of 64"):
         odd.call(with_options(precision="fp8"))
-    with pytest.raises(NotImplementedError, match="width is 64, must be a multiple of 128"):
+    with pytest.raises(NotImplementedError, match="width is 96, must be a multiple of 64"):
         sonicmoe_cpp.quantize_weights(odd.w_up, odd.w_down)

@@ -71,6 +71,37 @@ def test_transformers_model_generates_and_trains(model):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma4", "nemotron_h"])
+def test_transformers_experts_with_last_blocks_of_64(architecture, monkeypatch):
+    """Small sizes as odd as those of gpt-oss (2880), Gemma 4 (704) and Nemotron Nano (1856)."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import hf_architectures
+    from sonicmoe_cpp.integrations import hf
+    from sonicmoe_cpp.integrations._hf_experts import weights_of
+
+    hf.register()
+    sizes = {name: 192 if "hidden" in name else 64 for name in hf_architectures.SMALL}
+    sizes = {n: v for n, v in sizes.items() if n.endswith("size")}
+    monkeypatch.setattr(hf_architectures, "SMALL", hf_architectures.SMALL | sizes)
+    ((kind, module),) = hf_architectures.classes(architecture)
+    experts = hf_architectures.build(kind, module).to(BF16)
+    experts.config._experts_implementation = "sonicmoe_cpp"
+    assert set(experts.down_proj.shape[1:]) == {64, 192}
+    ids, weights = chosen(40, experts.down_proj.shape[0])
+    x = torch.randn(40, weights_of(experts)[0].shape[2]).to(BF16)
+
+    def step(precision):
+        hf.set_precision(experts, precision)
+        out = experts(x, ids, weights)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [*experts.parameters()])]
+
+    plain = step(None)
+    for plain_one, coded in zip(plain, step("fp8"), strict=True):
+        angle = torch.cosine_similarity(plain_one.double().flatten(), coded.double().flatten(), 0)
+        assert 0.99 < angle < 0.99999
+    assert len(plain) > 2
+
+
 def test_transformers_says_where_a_precision_has_no_effect(model):
     from sonicmoe_cpp.integrations import hf
 

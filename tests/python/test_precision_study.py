@@ -27,8 +27,8 @@ def test_summary_compares_runs_of_the_same_seed():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["--expert-width", "64"], "expert_width is 64; fp8 needs a multiple of 128"),
-        (["--width", "192"], "width is 192; fp8 needs a multiple of 128"),
+        (["--expert-width", "96"], "expert_width is 96; fp8 needs a multiple of 64"),
+        (["--width", "160"], "width is 160; fp8 needs a multiple of 64"),
         (["--seeds", "1"], "seeds is 1; it must be from 2 to 1000"),
     ],
 )

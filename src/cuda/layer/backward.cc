@@ -273,7 +273,8 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   s.counters = carver.take<unsigned>(kCounterBytes / 4);
   if (p.precision == Precision::kFp8) {
     s.dout = take_token_codes(carver, p.tokens, p.hidden);
-    s.dh_codes = take_row_codes(carver, capacity, gate_factor(p.activation.kind) * p.width);
+    s.dh_codes = take_row_codes(carver, capacity,
+                                gate_factor(p.activation.kind) * fp8::whole_blocks(p.width));
   }
   s.lora = take_lora_scratch(p, Pass::kBackward, carver);
   s.bytes = carver.used();

@@ -28,10 +28,11 @@ std::string too_many_rows(const char* name, std::int64_t rows) {
 }
 
 std::string too_many_codes(const Problem& p) {
-  const std::int64_t codes = p.tokens * p.hidden;
+  const std::int64_t codes = p.tokens * fp8::whole_blocks(p.hidden);
   if (p.precision != Precision::kFp8 || codes <= kMaxGatheredCodes) return {};
-  return "tokens * hidden is " + std::to_string(codes) + ", must be at most " +
-         std::to_string(kMaxGatheredCodes) + " for fp8 on CUDA";
+  const char* whole = p.hidden % fp8::kBlock == 0 ? "" : ", rounded up to a multiple of 128,";
+  return std::string("tokens * hidden") + whole + " is " + std::to_string(codes) +
+         ", must be at most " + std::to_string(kMaxGatheredCodes) + " for fp8 on CUDA";
 }
 
 void check_aligned(const char* name, const Tensor& t) {

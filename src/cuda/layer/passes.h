@@ -14,7 +14,7 @@ inline constexpr int kLoraCounters = 16;
 
 /// Arrays in the scratch of forward. Inference keeps the metadata there too.
 struct ForwardScratch {
-  CodedRows x;         ///< (T, d) q(X), with Precision::kFp8 only
+  CodedRows x;         ///< (T, d) q(X), d in whole blocks, with Precision::kFp8 only
   StoredRows a;        ///< (C, n); codes with Precision::kFp8
   void* y;             ///< (C, d)
   unsigned* counters;  ///< kCounterBytes
@@ -35,8 +35,8 @@ struct BackwardScratch {
   float* score_parts;     ///< (C, Engine::score_tiles())
   ExpertRecord* experts;  ///< (E), longest first
   unsigned* counters;     ///< kCounterBytes
-  CodedRows dout;         ///< (T, d) q(dO), with Precision::kFp8 only
-  CodedRows dh_codes;     ///< (C, G n) q(dH), with Precision::kFp8 only
+  CodedRows dout;         ///< (T, d) q(dO), d in whole blocks, with Precision::kFp8 only
+  CodedRows dh_codes;     ///< (C, G n) q(dH), n in whole blocks, with Precision::kFp8 only
   LoraScratch lora;
   std::int64_t bytes;
 };

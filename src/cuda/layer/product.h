@@ -49,14 +49,16 @@ struct RowScales {
 
 /// Quantised rows.
 struct CodedRows {
-  Tensor codes{};  ///< (rows, depth), contiguous; absent: none
+  Tensor codes{};  ///< (rows, depth) or (rows, parts, depth), contiguous; absent: none
   RowScales scales{};
 };
 
 /// Rows in memory as elements, as codes, or as both.
 struct StoredRows {
   Tensor elements{};
-  CodedRows codes{};  ///< (C, G n) with gate's n columns first, whatever the layout of `elements`
+  /// Whatever the layout of `elements`, gate's columns come first. Codes of A are (C, n), those of
+  /// H (C, G, n), those of dH (C, G n) with n rounded up to whole blocks.
+  CodedRows codes{};
 };
 
 /// Gathered rows: row p of the product is row index[p] of `rows`, or row p where index is null.

@@ -31,7 +31,8 @@ struct BuildRowLists {
   Tensor dweights;
 };
 
-/// out = codes and scales of `rows`, a 16-bit matrix (rows, depth).
+/// out = codes and scales of `rows`, a 16-bit matrix. `out` has its columns, rounded up to whole
+/// blocks; the codes past them are 0.
 struct QuantizeRows {
   Tensor rows;
   CodedRows out;  ///< scales by row: block_stride is 0

@@ -14,12 +14,8 @@ Tensor hidden_rows(const Problem& problem, GateLayout layout, void* data) {
                  problem.width);
 }
 
-/// Quantised rows in expert order at `base`, laid out as fp8::RowsLayout.
-CodedRows row_codes(void* base, std::int64_t rows, std::int64_t depth) {
-  const fp8::RowsLayout at = fp8::rows_layout(rows, depth);
-  auto* bytes = static_cast<std::uint8_t*>(base);
-  return {tensor2(bytes + at.codes, DType::kBF16, rows, depth),
-          {reinterpret_cast<float*>(bytes + at.scales), at.scale_stride}};
+RowScales row_scales(void* base, const fp8::RowsLayout& at) {
+  return {reinterpret_cast<float*>(static_cast<std::uint8_t*>(base) + at.scales), at.scale_stride};
 }
 
 /// The arrays of codes in the buffer `fp8_weights` (fp8::WeightsLayout).
@@ -32,10 +28,11 @@ WeightOperand coded_operand(const Problem& p, const Buffer& buffer, CodedArray a
       array == CodedArray::kUpTransposed || array == CodedArray::kDownTransposed;
   const std::int64_t gates = gate_factor(p.activation.kind);
   const std::int64_t parts = array == CodedArray::kUp ? gates : 1;
+  const std::int64_t hidden = fp8::whole_blocks(p.hidden), width = fp8::whole_blocks(p.width);
   // up and down_t have n columns, the others d.
   const bool has_width = is_up != is_transposed;
-  const std::int64_t columns = has_width ? p.width : p.hidden;
-  const std::int64_t depth = has_width ? p.hidden : (is_up ? gates * p.width : p.width);
+  const std::int64_t columns = has_width ? width : hidden;
+  const std::int64_t depth = has_width ? hidden : (is_up ? gates * width : width);
   auto* bytes = static_cast<std::uint8_t*>(buffer.data);
   const std::int64_t codes[] = {at.up, at.up_t, at.down, at.down_t};
   Tensor first =
@@ -106,18 +103,24 @@ std::int64_t h_bytes(const Problem& problem) {
 StoredRows kept_h(const Problem& problem, const Weights& weights, void* buffer) {
   if (buffer == nullptr) return {};
   if (!fp8::keeps_codes(problem)) return {.elements = h_rows(problem, weights, buffer)};
-  const std::int64_t columns = gate_factor(problem.activation.kind) * problem.width;
-  return {.codes = row_codes(buffer, row_capacity(problem), columns)};
+  const std::int64_t capacity = row_capacity(problem);
+  const fp8::RowsLayout at = fp8::kept_h_layout(problem, capacity);
+  return {.codes = {tensor3(static_cast<std::uint8_t*>(buffer) + at.codes, DType::kBF16, capacity,
+                            gate_factor(problem.activation.kind), problem.width),
+                    row_scales(buffer, at)}};
 }
 
-CodedRows take_token_codes(Carver<256>& carver, std::int64_t rows, std::int64_t depth) {
+CodedRows take_token_codes(Carver<256>& carver, std::int64_t rows, std::int64_t width) {
+  const std::int64_t depth = fp8::whole_blocks(width);
   void* codes = carver.take<std::uint8_t>(rows * depth);
   return {tensor2(codes, DType::kBF16, rows, depth),
           {carver.take<float>(rows * (depth / kScaleBlock)), 0}};
 }
 
 CodedRows take_row_codes(Carver<256>& carver, std::int64_t rows, std::int64_t depth) {
-  return row_codes(carver.take<std::uint8_t>(fp8::rows_layout(rows, depth).bytes), rows, depth);
+  const fp8::RowsLayout at = fp8::rows_layout(rows, 1, depth);
+  auto* base = carver.take<std::uint8_t>(at.bytes);
+  return {tensor2(base + at.codes, DType::kBF16, rows, depth), row_scales(base, at)};
 }
 
 WeightOperand up_operand(const Problem& problem, const Weights& weights) {

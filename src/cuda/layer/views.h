@@ -30,9 +30,9 @@ std::int64_t h_bytes(const Problem& problem);
 /// The rows in the buffer H; none if it is null (inference).
 StoredRows kept_h(const Problem& problem, const Weights& weights, void* buffer);
 
-/// Takes memory for quantised rows: in token order, to be gathered, or in expert order, laid out as
-/// fp8::RowsLayout.
-CodedRows take_token_codes(Carver<256>& carver, std::int64_t rows, std::int64_t depth);
+/// Takes memory for quantised rows: in token order, to be gathered, with `width` rounded up to
+/// whole blocks, or in expert order, laid out as fp8::RowsLayout.
+CodedRows take_token_codes(Carver<256>& carver, std::int64_t rows, std::int64_t width);
 CodedRows take_row_codes(Carver<256>& carver, std::int64_t rows, std::int64_t depth);
 
 /// Quantised rows as an operand.

@@ -9,7 +9,7 @@
 namespace sonicmoe::cuda {
 
 struct Fp8GatherParams {
-  const std::uint8_t* codes;  ///< (T, K)
+  const std::uint8_t* codes;  ///< (T, K); here K is d rounded up to a multiple of 128
   const float* scales;        ///< (T, K / 128)
   const std::int32_t* index;  ///< row of `codes` for row p in expert order
   /// K / 16: the length of a row of codes in units of 16 bytes. Offsets in these units have 32
@@ -39,7 +39,7 @@ struct Fp8WeightScales {
 /// Where an epilogue stores codes and scales of rows in expert order (fp8::RowsLayout).
 struct Fp8RowsOut {
   std::uint8_t* codes;      ///< (C, row_bytes)
-  float* scales;            ///< (row_bytes / 128, scale_rows)
+  float* scales;            ///< (blocks of a row, scale_rows)
   std::int32_t row_bytes;   ///< number of codes in a row
   std::int32_t scale_rows;  ///< C, rounded up to a multiple of 4
 };
@@ -63,24 +63,26 @@ struct Fp8ActivateParams {
   Fp8ElementsOut h_elements;  ///< for kElements
   Bias bias[2];               ///< gate, up; without a gate only [0]
   ActivationScalars scalars;
-  std::int32_t width;  ///< n
+  std::int32_t width;   ///< n
+  std::int32_t blocks;  ///< n / 128, rounded up
   Fp8KeptH keep;
 };
 
 /// Arguments of the epilogue Fp8ActivateGrad.
 struct Fp8ActivateGradParams {
   static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
-  /// The kept H, in boxes of 64 x 1 x 16. For kCodes the coordinates are (16-bit word, 0, row),
-  /// with the columns of gate before those of up; for kElements (column, gate or up, row).
+  /// The kept H, in boxes of 64 x 1 x 16. For kCodes the coordinates are (16-bit word, gate or up,
+  /// row), for kElements (column, gate or up, row). Columns from n on are zeros.
   CUtensorMap h;
-  const float* h_scales;    ///< for kCodes: (G n / 128, scale_rows)
-  Fp8RowsOut dh_codes;      ///< columns of gate, then of up
+  const float* h_scales;    ///< for kCodes: (G blocks, scale_rows)
+  Fp8RowsOut dh_codes;      ///< whole blocks: those of gate, then those of up
   Fp8ElementsOut dh;        ///< interleaved: one part of 2n columns
   Fp8ElementsOut a;         ///< A'
   const float* row_weight;  ///< (C); null: 1
   float* score_parts;       ///< (C, score_tiles)
   std::int32_t score_tiles;
   std::int32_t width;        ///< n
+  std::int32_t blocks;       ///< n / 128, rounded up
   std::int32_t interleaved;  ///< 1: gate and up are interleaved in dH
   std::uint32_t zero;  ///< always 0, but unknown to the compiler; see Fp8ActivateGrad::kOrdered
   ActivationScalars scalars;

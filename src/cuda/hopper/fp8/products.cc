@@ -72,7 +72,7 @@ Fp8GatherParams gathered(const RowOperand& rows) {
 
 Fp8RowsOut rows_out(const CodedRows& rows) {
   return {static_cast<std::uint8_t*>(rows.codes.data), rows.scales.data,
-          static_cast<std::int32_t>(rows.codes.shape[1]),
+          static_cast<std::int32_t>(rows.codes.stride[0]),
           static_cast<std::int32_t>(rows.scales.block_stride)};
 }
 
@@ -86,6 +86,10 @@ Order order_of(const Launch& launch) {
     return gathered_order(launch.product.groups.mean_rows());
   }
   return ordered_order(launch.depth());
+}
+
+std::int32_t blocks_of(std::int64_t width) {
+  return static_cast<std::int32_t>(fp8::blocks_of(width));
 }
 
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
@@ -122,7 +126,9 @@ void multiply(const Launch& launch, const Activate& e) {
   p.bias[0] = bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate);
   p.bias[1] = bias_of(e.bias_up);
   p.scalars = scalars_of(e.activation);
-  p.width = static_cast<std::int32_t>(launch.columns());
+  const std::int64_t width = e.a.codes.codes.shape[1];
+  p.width = static_cast<std::int32_t>(width);
+  p.blocks = blocks_of(width);
   launch.run(Fp8Role::kActivate, e.activation.kind, params);
 }
 
@@ -141,7 +147,8 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   p.row_weight = e.row_weight;
   p.score_parts = e.score_parts;
   p.score_tiles = e.score_tiles;
-  p.width = static_cast<std::int32_t>(launch.columns());
+  p.width = static_cast<std::int32_t>(e.a.shape[1]);
+  p.blocks = blocks_of(e.a.shape[1]);
   p.interleaved = e.layout == GateLayout::kInterleaved ? 1 : 0;
   p.scalars = scalars_of(e.activation);
   launch.run(codes ? Fp8Role::kActivateGradOfCodes : Fp8Role::kActivateGradOfElements,
@@ -160,7 +167,7 @@ void multiply(const Launch& launch, const StoreOutput& e) {
   params.epilogue.bias = bias_of(e.bias);
   params.epilogue.row_scale = static_cast<const float*>(e.scale.data);
   params.epilogue.scale_stride = e.scale.stride[0];
-  params.epilogue.width = static_cast<std::int32_t>(launch.columns());
+  params.epilogue.width = static_cast<std::int32_t>(e.out.shape[1]);
   launch.run(Fp8Role::kStore, kNoActivation, params);
 }
 

@@ -1,6 +1,7 @@
-// Quantises bf16 rows to codes and scales. A block of 128 columns of a row has one scale. A thread
-// quantises 16 elements, and eight neighbouring lanes compute the scale of their block. Memory
-// bandwidth limits the kernel: it reads 2 bytes and writes 1 byte for each element.
+// Quantises bf16 rows to codes and scales. A block of 128 columns of a row has one scale; past the
+// last column codes are 0. A thread quantises 16 elements, and eight neighbouring lanes compute the
+// scale of their block. Memory bandwidth limits the kernel: it reads 2 bytes and writes 1 byte for
+// each element.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -23,8 +24,9 @@ struct Args {
   std::int64_t row_stride;
   std::uint8_t* codes;
   float* scales;
-  std::int64_t threads;  ///< rows * depth / kEach
+  std::int64_t threads;  ///< rows * columns of codes / kEach
   std::uint32_t row_threads;
+  std::uint32_t columns;  ///< of `rows`
 };
 
 __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, float inverse) {
@@ -43,8 +45,11 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const Args p) {
   const std::uint32_t row = static_cast<std::uint32_t>(at / p.row_threads);
   const std::uint32_t column = static_cast<std::uint32_t>(at % p.row_threads) * kEach;
   const uint4* from = reinterpret_cast<const uint4*>(p.rows + row * p.row_stride + column);
-  const uint4 first = ptx::load_constant16(from);
-  const uint4 second = ptx::load_constant16(from + 1);
+  uint4 first{}, second{};
+  if (column < p.columns) {
+    first = ptx::load_constant16(from);
+    second = ptx::load_constant16(from + 1);
+  }
   const std::uint32_t words[8] = {first.x,  first.y,  first.z,  first.w,
                                   second.x, second.y, second.z, second.w};
   std::uint32_t most = 0;
@@ -81,6 +86,7 @@ void fp8_quantize_rows(const Device& device, const QuantizeRows& work, cudaStrea
   args.scales = work.out.scales.data;
   args.threads = codes.shape[0] * codes.shape[1] / kEach;
   args.row_threads = static_cast<std::uint32_t>(codes.shape[1] / kEach);
+  args.columns = static_cast<std::uint32_t>(work.rows.shape[1]);
   const std::int64_t blocks = (args.threads + kThreads - 1) / kThreads;
   launch_dependent(device, "launching the quantiser of rows", &quantize_rows_kernel,
                    {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, stream,

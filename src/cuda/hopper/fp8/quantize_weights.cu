@@ -1,7 +1,7 @@
 // Quantises weight matrices: reads the bf16 weights once and writes the codes of each matrix and of
-// its transpose. A CTA quantises one block of 128 x 128. It reads along the contiguous dimension of
-// the weights (16 bytes a thread) and writes the codes in this orientation from registers. It
-// transposes the codes in shared memory.
+// its transpose. A CTA quantises one block of 128 x 128; outside of the matrix it has zeros. It
+// reads along the contiguous dimension of the weights (16 bytes a thread) and writes the codes in
+// this orientation from registers. It transposes the codes in shared memory.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -22,9 +22,11 @@ constexpr int kAcross = kBlock / kEach;               // threads that read one r
 constexpr int kRows = kBlock / (kThreads / kAcross);  // rows of which a thread reads columns
 
 /// Here a weight matrix has the dimensions (down, across), whatever they are in the layer: `across`
-/// is the contiguous one, or has the stride 2 if gate and up alternate.
+/// is the contiguous one, or has the stride 2 if gate and up alternate. The arrays of codes have
+/// both dimensions rounded up to whole blocks.
 struct Args {
   const std::uint16_t* weights;
+  std::int32_t down, across;
   std::int64_t expert_stride;
   std::int64_t down_stride;
   std::int32_t step;  ///< elements from a column to the next one: 1, or 2 if gate and up alternate
@@ -134,8 +136,12 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
   const std::int64_t down = static_cast<std::int64_t>(blockIdx.y) * kBlock;
   const int lane = threadIdx.x % kAcross;
   const int first = threadIdx.x / kAcross;
+  // Outside of the matrix a thread loads other elements of it and replaces them by zeros, because
+  // a branch around each load would delay the next one.
+  const bool inside = across + lane * kEach < p.across;
+  const int rows = static_cast<int>(min(p.down - down, std::int64_t{kBlock}));
   const std::uint16_t* from = p.weights + blockIdx.z * p.expert_stride + down * p.down_stride +
-                              (across + lane * kEach) * p.step;
+                              (across + (inside ? lane * kEach : 0)) * p.step;
   // If gate and up alternate, up begins one element after gate. Its loads begin one element before
   // up, because 16-byte loads must be aligned; then load_eight_odd() takes every second element.
   const bool odd = (reinterpret_cast<std::uintptr_t>(p.weights) & 2) != 0;
@@ -143,8 +149,10 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
   std::uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kRows; i++) {
-    const std::uint16_t* row = from + (first + i * (kThreads / kAcross)) * p.down_stride;
+    const int index = first + i * (kThreads / kAcross);
+    const std::uint16_t* row = from + min(index, rows - 1) * p.down_stride;
     words[i] = odd ? load_eight_odd(row - 1) : load_eight(row, p.step);
+    if (!inside || index >= rows) words[i] = uint4{};
     most = max(most, largest_of(words[i]));
   }
   const float scale = fp8::scale_of(largest_of_block(most));
@@ -170,7 +178,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
 }
 
 /// Where the results for the matrices (rows, columns) of all experts are written: the codes, the
-/// codes of the transposes, and the scales by block of rows and block of columns.
+/// codes of the transposes, and the scales by block of rows and block of columns. Rows and columns
+/// are rounded up to whole blocks.
 struct Target {
   std::uint8_t* codes;
   std::int64_t codes_expert;
@@ -182,8 +191,9 @@ struct Target {
 };
 
 void quantize(const Device& device, const Tensor& w, const Target& to, cudaStream_t stream) {
-  const std::int64_t rows = w.shape[1], columns = w.shape[2];
-  const std::int64_t column_blocks = columns / kBlock;
+  const std::int64_t columns = fp8::whole_blocks(w.shape[2]);
+  const std::int64_t column_blocks = fp8::blocks_of(w.shape[2]);
+  const std::int64_t row_blocks = fp8::blocks_of(w.shape[1]);
   Args args{};
   args.weights = static_cast<const std::uint16_t*>(w.data);
   args.expert_stride = w.stride[0];
@@ -192,6 +202,8 @@ void quantize(const Device& device, const Tensor& w, const Target& to, cudaStrea
   dim3 grid;
   grid.z = static_cast<unsigned>(w.shape[0]);
   const bool by_rows = w.stride[2] == 1;
+  args.down = static_cast<std::int32_t>(w.shape[by_rows ? 1 : 2]);
+  args.across = static_cast<std::int32_t>(w.shape[by_rows ? 2 : 1]);
   args.down_stride = w.stride[by_rows ? 1 : 2];
   args.step = static_cast<std::int32_t>(w.stride[by_rows ? 2 : 1]);
   if (by_rows) {
@@ -204,7 +216,7 @@ void quantize(const Device& device, const Tensor& w, const Target& to, cudaStrea
     args.scales_down = column_blocks;
     args.scales_across = 1;
     grid.x = static_cast<unsigned>(column_blocks);
-    grid.y = static_cast<unsigned>(rows / kBlock);
+    grid.y = static_cast<unsigned>(row_blocks);
   } else {
     args.codes = to.transposed;
     args.codes_expert = to.transposed_expert;
@@ -214,7 +226,7 @@ void quantize(const Device& device, const Tensor& w, const Target& to, cudaStrea
     args.transposed_row = columns;
     args.scales_down = 1;
     args.scales_across = column_blocks;
-    grid.x = static_cast<unsigned>(rows / kBlock);
+    grid.x = static_cast<unsigned>(row_blocks);
     grid.y = static_cast<unsigned>(column_blocks);
   }
   launch_dependent(device, "launching the quantiser of weights", &quantize_weights_kernel,
@@ -228,20 +240,20 @@ void fp8_quantize_weights(const Device& device, const Problem& p, const Weights&
   const fp8::WeightsLayout at = fp8::weights_layout(p);
   auto* bytes = static_cast<std::uint8_t*>(out.data);
   const auto scales = [&](std::int64_t offset) { return reinterpret_cast<float*>(bytes + offset); };
-  const std::int64_t matrix = p.hidden * p.width;
+  const std::int64_t hidden = fp8::whole_blocks(p.hidden), width = fp8::whole_blocks(p.width);
+  const std::int64_t matrix = hidden * width;
   const std::int64_t blocks = matrix / (fp8::kBlock * fp8::kBlock);
   const std::int64_t parts = gate_factor(p.activation.kind);
   for (std::int64_t part = 0; part < parts; ++part) {
     const Tensor& w = parts == 2 && part == 0 ? weights.gate : weights.up;
     quantize(device, w,
-             {bytes + at.up + part * matrix, parts * matrix, bytes + at.up_t + part * p.width,
-              parts * matrix, parts * p.width, scales(at.up_s) + part * blocks, parts * blocks},
+             {bytes + at.up + part * matrix, parts * matrix, bytes + at.up_t + part * width,
+              parts * matrix, parts * width, scales(at.up_s) + part * blocks, parts * blocks},
              stream);
   }
-  quantize(
-      device, weights.down,
-      {bytes + at.down, matrix, bytes + at.down_t, matrix, p.hidden, scales(at.down_s), blocks},
-      stream);
+  quantize(device, weights.down,
+           {bytes + at.down, matrix, bytes + at.down_t, matrix, hidden, scales(at.down_s), blocks},
+           stream);
 }
 
 }  // namespace sonicmoe::cuda

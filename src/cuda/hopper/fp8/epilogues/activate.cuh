@@ -4,6 +4,9 @@
 // With a gate, a tile has 128 columns of gate and the same 128 columns of up, and a thread has the
 // gate and the up value of each of its columns. Without a gate a tile has two blocks of 128
 // columns.
+//
+// The weights' codes past column n are 0, and so are the biases there. So H is 0 there, and A too,
+// because act(0) = 0 for every activation. They change no scale and are not stored.
 #pragma once
 
 #include "cuda/hopper/epilogues/rounding.cuh"
@@ -32,8 +35,8 @@ struct Fp8Activate {
       stage_biases(p, tile, staging);
       staging.sync();
     }
-    const LanePlace place(tile, rows);
     if constexpr (kGated) {
+      const LanePlace place(tile, rows, p.width - tile.column);
       BlockWords gate, up;
       round(p, gate, &sums[0], staging, 0);
       round(p, up, &sums[64], staging, kFp8Block);
@@ -43,6 +46,7 @@ struct Fp8Activate {
       for (int unit = 0; unit < kFp8Units; unit++) {
         const int block = tile.column / kFp8Block + unit;
         if (block * kFp8Block >= p.width) break;
+        const LanePlace place(tile, rows, p.width - block * kFp8Block);
         BlockWords h, unused;
         round(p, h, &sums[unit * 64], staging, unit * kFp8Block);
         finish<1>(p, h, unused, block, place);
@@ -94,9 +98,9 @@ struct Fp8Activate {
       if (kParts == 2) store_elements(p, second, block, 1, place);
     }
     if (p.keep == Fp8KeptH::kCodes) {
-      store_quantized(p.h, block, first, place);
+      store_quantized(p.h, {block, block * kFp8Block}, first, place);
       if (kParts == 2) {
-        store_quantized(p.h, p.width / kFp8Block + block, second, place);
+        store_quantized(p.h, {p.blocks + block, p.width + block * kFp8Block}, second, place);
       }
     }
 #pragma unroll
@@ -107,7 +111,7 @@ struct Fp8Activate {
         first[i] = Act::plain(first[i]);
       }
     }
-    store_quantized(p.a, block, first, place);
+    store_quantized(p.a, {block, block * kFp8Block}, first, place);
   }
 
   static __device__ __forceinline__ void store_elements(const Params& p, const BlockWords& words,
@@ -118,7 +122,7 @@ struct Fp8Activate {
     for (int i = 0; i < 8; i++) {
       const int which = i % 2;
       const int word = i / 2 * 8 + which;
-      to.store(place.present[which], which, part * p.h_elements.part_stride + i / 2 * 32,
+      to.store(place.has(which, i / 2), which, part * p.h_elements.part_stride + i / 2 * 32,
                make_uint4(words[word], words[word + 2], words[word + 4], words[word + 6]));
     }
   }

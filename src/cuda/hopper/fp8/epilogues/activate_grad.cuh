@@ -7,6 +7,10 @@
 // other warp. The box holds H as codes of both units, or H in bf16 of one unit. The H of the first
 // unit is loaded while the tile's products run. A', dH and its codes go from registers to global
 // memory.
+//
+// In a last block of 64 columns dA' and H are 0 from column n on: the weights' codes are, and TMA
+// reads zeros outside of H. So dH and the terms of dS are 0 there. The codes of dH have whole
+// blocks, all of which are stored; the elements of dH and A' end at column n.
 #pragma once
 
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
@@ -72,16 +76,17 @@ struct Fp8ActivateGrad {
     for (int unit = 0; unit < units; unit++) {
       const Source source{p, tiles, cta, staging, rows, unit};
       if (!kCodes || unit == 0) input(cta, consumer_warp()).wait(tiles.next_input_parity());
-      const LanePlace place(tiles.current(), rows);
+      const LanePlace place(tiles.current(), rows, p.width - source.column());
       BlockWords first, second;
       differentiate(source, place, sums, score, first, second);
       if (!kCodes && unit + 1 < units) {
         __syncwarp();  // all lanes have read their H
         if (ptx::lane() == 0) load_h(Source{p, tiles, cta, staging, rows, unit + 1});
       }
-      store_quantized(p.dh_codes, source.block(0), first, place);
+      const LanePlace whole(tiles.current(), rows, kFp8Block);
+      store_quantized(p.dh_codes, source.code_block(0), first, whole);
       if constexpr (kParts == 2) {
-        store_quantized(p.dh_codes, source.block(1), second, place);
+        store_quantized(p.dh_codes, source.code_block(1), second, whole);
       }
 #pragma unroll
       for (int i = 0; i < 64; i++) sums[i] = sums[64 + i];
@@ -112,7 +117,7 @@ struct Fp8ActivateGrad {
   /// The block of 128 columns of H and of dH; the blocks of up follow those of gate.
   static __device__ __forceinline__ int block_of(const Params& p, const CtaTile& tile, int unit,
                                                  int part) {
-    return part * (p.width / kFp8Block) + tile.column / kFp8Block + unit;
+    return part * p.blocks + tile.column / kFp8Block + unit;
   }
 
   // A warp's box has pieces of 16 rows of 128 bytes, with the TMA's swizzle:
@@ -136,8 +141,9 @@ struct Fp8ActivateGrad {
     __device__ __forceinline__ int column() const {
       return tiles.current().column + unit * kFp8Block;
     }
-    __device__ __forceinline__ int block(int part) const {
-      return block_of(p, tiles.current(), unit, part);
+    __device__ __forceinline__ CodeBlock code_block(int part) const {
+      const int block = block_of(p, tiles.current(), unit, part);
+      return {block, block * kFp8Block};
     }
     __device__ __forceinline__ std::uint32_t piece(int i) const {
       return staging.box(warp()) + i * kPieceBytes;
@@ -189,9 +195,9 @@ struct Fp8ActivateGrad {
       // kCodes: i counts units and parts; else parts and halves of the unit.
       const int part = kCodes ? i % kParts : i / 2;
       const int other = kCodes ? i / kParts : i % 2;
-      const int column = kCodes ? block_of(s.p, tile, other, part) * 64 : s.column() + other * 64;
+      const int column = (kCodes ? tile.column / 2 : s.column()) + other * 64;
       ptx::tma_load(s.piece(kCodes ? other * 2 + part : i), &s.p.h, full,
-                    {column, kCodes ? 0 : part, tile.row + s.rows.offset + warp() * 16});
+                    {column, part, tile.row + s.rows.offset + warp() * 16});
     }
   }
 
@@ -254,7 +260,7 @@ struct Fp8ActivateGrad {
         first[group * 8 + i * 2 + which] = gate[i];
         if constexpr (kParts == 2) second[group * 8 + i * 2 + which] = up[i];
       }
-      const bool present = place.present[which];
+      const bool present = place.has(which, group);
       to_a.store(present, which, group * 32, make_uint4(a[0], a[1], a[2], a[3]));
       if (interleave) {
         to_dh.store(present, which, group * 64, interleaved(gate, up, 0));

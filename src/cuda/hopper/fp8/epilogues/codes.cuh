@@ -97,16 +97,23 @@ __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint
 
 /// The rows and columns of a block whose results a lane holds.
 struct LanePlace {
-  __device__ __forceinline__ LanePlace(const CtaTile& tile, Rows rows) {
+  /// `columns`: those of the block that exist, 64 or at least 128.
+  __device__ __forceinline__ LanePlace(const CtaTile& tile, Rows rows, int columns) {
     const int thread = ptx::thread();
     const int first = rows.offset + (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
     row = tile.row + first;
     present[0] = first < tile.valid_rows;
     present[1] = first + 8 < tile.valid_rows;
+    whole = columns >= kFp8Block;
     column = (thread & 3) * 8;
+  }
+  /// Whether row `which` has the lane's columns of group `group` of 32 columns.
+  __device__ __forceinline__ bool has(int which, int group) const {
+    return present[which] && (group < 2 || whole);
   }
   int row;          ///< in expert order; the second row is 8 rows further
   bool present[2];  ///< whether the two rows belong to the expert
+  bool whole;       ///< whether the block has 128 columns; else it has 64
   int column;       ///< of each 32 columns, the first of the lane's eight
 };
 
@@ -128,35 +135,40 @@ class LaneElements {
   std::uint16_t* at_[2];
 };
 
+/// Where a block is stored in its rows: block `index` of their scales, from code `column` on.
+struct CodeBlock {
+  int index;
+  int column;
+};
+
 /// Stores the codes and scales of a block. `largest` has the largest finite magnitudes of the
 /// lane's two rows.
 template <Infinities kInfinities>
-__device__ __forceinline__ void store_codes(const Fp8RowsOut& to, int block,
+__device__ __forceinline__ void store_codes(const Fp8RowsOut& to, CodeBlock block,
                                             const BlockWords& words, std::uint32_t largest,
                                             const LanePlace& place) {
-  std::uint8_t* first = to.codes + static_cast<std::int64_t>(place.row) * to.row_bytes +
-                        block * kFp8Block + place.column;
-  float* scales = to.scales + static_cast<std::int64_t>(block) * to.scale_rows + place.row;
+  std::uint8_t* first =
+      to.codes + static_cast<std::int64_t>(place.row) * to.row_bytes + block.column + place.column;
+  float* scales = to.scales + static_cast<std::int64_t>(block.index) * to.scale_rows + place.row;
 #pragma unroll
   for (int which = 0; which < 2; which++) {
-    const bool present = place.present[which];
     const float scale = fp8::scale_of(which == 0 ? largest << 16 : largest & 0xffff0000u);
     const __nv_bfloat162 inverse = __float2bfloat162_rn(fp8::inverse_of(scale));
     std::uint8_t* at = first + static_cast<std::int64_t>(which) * 8 * to.row_bytes;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int word = i * 8 + which;
-      ptx::store8_if(present, at + i * 32,
+      ptx::store8_if(place.has(which, i), at + i * 32,
                      make_uint2(codes_of<kInfinities>(words[word], words[word + 2], inverse),
                                 codes_of<kInfinities>(words[word + 4], words[word + 6], inverse)));
     }
-    if (present && place.column == 0) scales[which * 8] = scale;
+    if (place.present[which] && place.column == 0) scales[which * 8] = scale;
   }
 }
 
-/// Quantises `words`, block `block` of the columns, and stores the codes and scales. Rows past the
-/// expert's last row are not stored.
-__device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block,
+/// Quantises `words`, the columns of `block`, and stores the codes and scales. Rows past the
+/// expert's last row and columns that do not exist are not stored; the latter must be 0.
+__device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, CodeBlock block,
                                                 const BlockWords& words, const LanePlace& place) {
   const std::uint32_t most = largest_of_rows(largest(words));
   if (__any_sync(~0u, not_finite(most) != 0)) {
