@@ -2,7 +2,7 @@
 // run. Each output line is a JSON object: milliseconds of forward, of forward + backward, of each
 // step of both passes and of quantising the weights, and MiB kept for backward.
 //
-//   fp8_bench SECONDS_PER_CONFIG CONFIG ...     layers of core/named_shapes.inc
+//   fp8_bench SECONDS_PER_CONFIG CONFIG ...     layers of core/named_shapes.inc, or T,d,n,E,K
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -253,6 +254,15 @@ void measure(const Config& c, double seconds, const Exec& exec) {
   std::fflush(stdout);
 }
 
+/// The layer of an argument: a name, or T,d,n,E,K.
+Config config_of(const char* argument) {
+  long long size[5];
+  const int count = std::sscanf(argument, "%lld,%lld,%lld,%lld,%lld", &size[0], &size[1], &size[2],
+                                &size[3], &size[4]);
+  if (count != 5) return {config_from_name(argument), argument};
+  return {{size[0], size[1], size[2], size[3], size[4]}, argument};
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -263,7 +273,7 @@ int main(int argc, char** argv) {
     Exec exec;
     exec.backend = Backend::kCuda;
     exec.device = device;
-    for (int i = 2; i < argc; ++i) measure({config_from_name(argv[i]), argv[i]}, seconds, exec);
+    for (int i = 2; i < argc; ++i) measure(config_of(argv[i]), seconds, exec);
     cuda::close_device(device);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "fp8_bench: %s\n", e.what());
