@@ -110,7 +110,7 @@ add_emulated_test(
   "wide/ shape/ grads layout gemm edges sentinels/ shuffled/ repeated/ no_tokens")
 add_emulated_test(Graphs 5 "Each/CudaGraph.*" "")
 add_emulated_test(LowRank 20 "Each/CudaLowRank.*" "")
-add_emulated_test(Packed 10 "CudaPacked.*" "")
+add_emulated_test(Packed 40 "CudaPacked.*:Each/CudaPackedLayer.*" "")
 add_emulated_test(OneRow 1 "Each/CudaOneRow.*" "")
 add_emulated_test(Nan 5 "Each/CudaNan.*" "")
 add_emulated_test(Accumulate 1 "Each/CudaAccumulate.*" "")

@@ -135,5 +135,21 @@ TEST(ChecksPacked, RefusalsOfFP8Blocks) {
   });
 }
 
+TEST(ChecksPacked, TheCpuUnpacksNoWeightsInsideOfAPass) {
+  const auto sentence = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), Status::kUnsupported);
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(sentence([] { moe_forward({}, {}, PackedLayer{}); }),
+            "moe_forward of packed weights is not served by the backend cpu, must run on another");
+  EXPECT_EQ(sentence([] { moe_backward({}, {}, PackedLayer{}); }),
+            "moe_backward of packed weights is not served by the backend cpu, must run on another");
+}
+
 }  // namespace
 }  // namespace sonicmoe::test

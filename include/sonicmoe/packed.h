@@ -1,9 +1,11 @@
 // Packed weights: codes of 4 or 8 bits with scales, as checkpoints store them, and the function
 // that unpacks them into a tensor that the layer multiplies.
 //
-// The layer itself takes unpacked weights. A caller unpacks an operand before a pass, into memory
-// that all layers may share: moe_forward() and moe_backward() then give the same bits as with
-// weights that were unpacked once.
+// There are two ways to compute a layer with them, with the same bits:
+// - unpack_weights() before a pass, into memory that all layers may share, then moe_forward() and
+//   moe_backward();
+// - on CUDA, moe_forward() and moe_backward() with a PackedLayer. These unpack a few experts at a
+//   time, so they need less memory, but they unpack every operand in every pass.
 //
 // Element (e, r, c) of the unpacked tensor (E, rows, columns) is value(code) * scale, multiplied in
 // fp32 and rounded once to the dtype of `out`. i = (e * rows + r) * columns + c below.
@@ -23,6 +25,7 @@
 // memory. Every value has a meaning: a scale that is NaN makes its block NaN.
 #pragma once
 
+#include "sonicmoe/moe.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe {
@@ -66,5 +69,25 @@ struct PackedWeights {
 /// Status::kInvalidArgument.
 SONICMOE_API void unpack_weights(const PackedWeights& packed, const Tensor& out,
                                  const Exec& exec = {});
+
+/// The packed weights of a layer.
+struct PackedLayer {
+  PackedWeights up;    ///< gate and up: G*n*d elements for each of E experts
+  PackedWeights down;  ///< d*n elements for each of E experts
+};
+
+/// As moe_forward() and moe_backward() in moe.h, on packed weights. On CUDA only; other backends
+/// throw Status::kUnsupported.
+///
+/// gate and up of args.weights are memory for 1 <= E' <= E experts, (E', n, d), and down for as
+/// many or another number, (E', d, n). Each describes where unpack_weights() puts these elements in
+/// a contiguous tensor (E', rows, columns) at a multiple of 16 bytes. The call unpacks E' experts
+/// at a time there, and leaves the memory with any contents. gate and up may share the memory of
+/// down; no other argument may. fp8_weights and the gradients of gate, up and down must be empty,
+/// and Problem::precision kTensors.
+SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
+                              const PackedLayer& packed, const Exec& exec = {});
+SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,
+                               const PackedLayer& packed, const Exec& exec = {});
 
 }  // namespace sonicmoe

@@ -86,6 +86,11 @@ struct BackendTable {
   void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;
   void (*moe_backward)(const Problem& problem, const BackwardArgs& args,
                        const Exec& exec) = nullptr;
+  /// The same on packed weights.
+  void (*packed_forward)(const Problem& problem, const ForwardArgs& args, const PackedLayer& packed,
+                         const Exec& exec) = nullptr;
+  void (*packed_backward)(const Problem& problem, const BackwardArgs& args,
+                          const PackedLayer& packed, const Exec& exec) = nullptr;
 
   std::int64_t (*grouped_gemm_scratch_bytes)(std::int64_t rows, std::int64_t experts) = nullptr;
   void (*grouped_gemm)(const GroupedGemm& args, const Exec& exec) = nullptr;

@@ -41,14 +41,26 @@ void fp8_weights(const Problem& problem, const Buffer& given, const Exec& exec);
 void quantize_weights_overlap(const Weights& weights, const Buffer& out);
 void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& exec);
 void unpack_weights_overlap(const PackedWeights& packed, const Tensor& out);
+/// Checks of a pass on packed weights, besides those of the pass: `weights` is memory for some of
+/// the experts.
+void packed_layer(const Problem& problem, const Weights& weights, const PackedLayer& packed);
+/// `weights`, a pass's memory for some experts, as if it had all of them.
+Weights of_all_experts(const Problem& problem, Weights weights);
+/// The memory into which a pass unpacks: two ranges, or one if they share bytes.
+struct UnpackedMemory {
+  Buffer first, second;
+};
+UnpackedMemory unpacked_memory(const Weights& weights);
+void packed_layer_overlap(const UnpackedMemory& memory, const PackedLayer& packed);
 /// Of the weights, checks gate and up only.
 void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 /// The pass that the buffers of a forward ask for: training if h or saved is given, else inference.
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
 void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);
-void forward_overlap(const ForwardArgs& args);
-void backward_overlap(const BackwardArgs& args);
+/// With `unpacked`, the gate, up and down of args.weights are memory in it.
+void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked = {});
+void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked = {});
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);

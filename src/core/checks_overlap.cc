@@ -6,16 +6,24 @@
 namespace sonicmoe::checks {
 namespace {
 
-void add(Lent& lent, const Routing& r, const Weights& w) {
+void add(Lent& lent, const Routing& r) {
   lent.add("routing.ids", r.ids);
   lent.add("routing.weights", r.weights);
   lent.add("routing.token", r.token);
   lent.add("routing.expert", r.expert);
   lent.add("routing.row_begin", r.row_begin);
   lent.add("routing.row_count", r.row_count);
-  lent.add("weights.gate", w.gate);
-  lent.add("weights.up", w.up);
-  lent.add("weights.down", w.down);
+}
+
+void add(Lent& lent, const Weights& w, const UnpackedMemory& unpacked) {
+  if (unpacked.first.data == nullptr) {
+    lent.add("weights.gate", w.gate);
+    lent.add("weights.up", w.up);
+    lent.add("weights.down", w.down);
+  } else {
+    lent.add("weights.up", unpacked.first);
+    lent.add("weights.down", unpacked.second);
+  }
   lent.add("weights.b_gate", w.b_gate);
   lent.add("weights.b_up", w.b_up);
   lent.add("weights.b_down", w.b_down);
@@ -32,6 +40,25 @@ void add(Lent& lent, const Lora& lora) {
 /// Memory that a call only reads, as a tensor, rounded up to 4 bytes.
 Tensor read_only(const Buffer& buffer) {
   return tensor1(buffer.data, DType::kI32, buffer.bytes / 4 + (buffer.bytes % 4 != 0 ? 1 : 0));
+}
+
+/// The buffers of a packed tensor as tensors.
+struct PackedTensors {
+  explicit PackedTensors(const PackedWeights& p)
+      : codes(read_only(p.codes)),
+        scales(read_only(p.scales)),
+        nested_map(read_only(p.nested_map)),
+        nested_scales(read_only(p.nested_scales)),
+        nested_offset(read_only(p.nested_offset)) {}
+  Tensor codes, scales, nested_map, nested_scales, nested_offset;
+};
+
+void add(Lent& lent, const PackedTensors& p) {
+  lent.add("codes", p.codes);
+  lent.add("scales", p.scales);
+  lent.add("nested_map", p.nested_map);
+  lent.add("nested_scales", p.nested_scales);
+  lent.add("nested_offset", p.nested_offset);
 }
 
 void add(Lent& lent, const Pairs& pairs, Use use) {
@@ -55,7 +82,7 @@ void gemm_overlap(const Args& args) {
 
 }  // namespace
 
-void forward_overlap(const ForwardArgs& args) {
+void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked) {
   Lent lent;
   lent.add("h", args.h);
   lent.add("saved", args.saved);
@@ -64,12 +91,13 @@ void forward_overlap(const ForwardArgs& args) {
   lent.add("x", args.x);
   const Tensor fp8_weights = read_only(args.fp8_weights);
   lent.add("fp8_weights", fp8_weights);
-  add(lent, args.routing, args.weights);
+  add(lent, args.routing);
+  add(lent, args.weights, unpacked);
   add(lent, args.lora);
   lent.refuse_shared_memory();
 }
 
-void backward_overlap(const BackwardArgs& args) {
+void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked) {
   Lent lent;
   lent.add("h", args.h);
   lent.add("saved", args.saved);
@@ -91,24 +119,27 @@ void backward_overlap(const BackwardArgs& args) {
   lent.add("dout", args.dout);
   const Tensor fp8_weights = read_only(args.fp8_weights);
   lent.add("fp8_weights", fp8_weights);
-  add(lent, args.routing, args.weights);
+  add(lent, args.routing);
+  add(lent, args.weights, unpacked);
   add(lent, args.lora);
   lent.refuse_shared_memory();
 }
 
 void unpack_weights_overlap(const PackedWeights& packed, const Tensor& out) {
-  const Tensor codes = read_only(packed.codes);
-  const Tensor scales = read_only(packed.scales);
-  const Tensor nested_map = read_only(packed.nested_map);
-  const Tensor nested_scales = read_only(packed.nested_scales);
-  const Tensor nested_offset = read_only(packed.nested_offset);
+  const PackedTensors tensors(packed);
   Lent lent;
   lent.add("out", out, Use::kWritten);
-  lent.add("codes", codes);
-  lent.add("scales", scales);
-  lent.add("nested_map", nested_map);
-  lent.add("nested_scales", nested_scales);
-  lent.add("nested_offset", nested_offset);
+  add(lent, tensors);
+  lent.refuse_shared_memory();
+}
+
+void packed_layer_overlap(const UnpackedMemory& memory, const PackedLayer& packed) {
+  const PackedTensors up(packed.up), down(packed.down);
+  Lent lent;
+  lent.add("weights.up", memory.first);
+  lent.add("weights.down", memory.second);
+  add(lent, up);
+  add(lent, down);
   lent.refuse_shared_memory();
 }
 

@@ -1,8 +1,12 @@
-// Argument checks of unpack_weights().
+// Argument checks of unpack_weights() and of passes on packed weights.
+#include <algorithm>
+#include <cstddef>
+#include <initializer_list>
 #include <string>
 
 #include "core/check_tensor.h"
 #include "core/checks.h"
+#include "core/overlap.h"
 #include "core/packed_values.h"
 
 namespace sonicmoe::checks {
@@ -65,11 +69,7 @@ void contiguous(const Tensor& out) {
   }
 }
 
-}  // namespace
-
-void unpack_weights(const PackedWeights& p, const Tensor& out, const Exec& e) {
-  exec(e);
-  sizes(p);
+void buffers(const PackedWeights& p) {
   const packed::Bytes bytes = packed::bytes_of(p);
   const bool nested = p.nested_map.data != nullptr;
   exact(p.codes, "codes", bytes.codes, 1);
@@ -88,8 +88,98 @@ void unpack_weights(const PackedWeights& p, const Tensor& out, const Exec& e) {
     empty(p.nested_scales, "nested_scales", "nested_map is missing");
     empty(p.nested_offset, "nested_offset", "nested_map is missing");
   }
+}
+
+/// Refuses packed weights of other sizes than a layer's, and memory for them in another place than
+/// unpack_weights() writes. `elements`: those of an expert.
+void operand(const Problem& problem, const char* name, const PackedWeights& p,
+             std::initializer_list<Tensor> views, std::int64_t elements) {
+  sizes(p);
+  buffers(p);
+  if (p.experts != problem.experts || p.rows * p.columns != elements) {
+    refuse(std::string("packed.") + name + " has " + std::to_string(p.experts) + " experts of " +
+           std::to_string(p.rows) + " * " + std::to_string(p.columns) + " elements, must have " +
+           std::to_string(problem.experts) + " of " + std::to_string(elements));
+  }
+  const std::int64_t some = views.begin()->shape[0];
+  const auto* base = static_cast<const std::byte*>(views.begin()->data);
+  for (const Tensor& t : views) base = std::min(base, static_cast<const std::byte*>(t.data));
+  for (const Tensor& t : views) {
+    const std::int64_t first =
+        (static_cast<const std::byte*>(t.data) - base) / dtype_bytes(problem.dtype);
+    const std::int64_t last =
+        first + (t.shape[1] - 1) * t.stride[1] + (t.shape[2] - 1) * t.stride[2];
+    const bool apart = t.shape[0] == 1 || t.stride[0] == elements;
+    if (t.shape[0] < 1 || t.shape[0] > problem.experts || t.shape[0] != some) {
+      refuse(std::string("weights.") + name + " has memory for " + std::to_string(t.shape[0]) +
+             " experts, must have it for 1 to " + std::to_string(problem.experts) + ", gate as up");
+    }
+    if (!apart || t.stride[1] < 1 || t.stride[2] < 1 || last >= elements) {
+      refuse(
+          std::string("weights.") + name +
+          " has other strides than a view of a contiguous tensor (E', rows, columns) of packed." +
+          name);
+    }
+  }
+}
+
+Range range_of(std::initializer_list<Tensor> views) {
+  Range range;
+  for (const Tensor& t : views) {
+    if (!given(t)) continue;
+    const auto begin = reinterpret_cast<std::uintptr_t>(t.data);
+    std::int64_t last = 0;
+    for (int i = 0; i < 3; ++i) last += (t.shape[i] - 1) * t.stride[i];
+    const std::uintptr_t end =
+        begin + static_cast<std::uintptr_t>((last + 1) * dtype_bytes(t.dtype));
+    range = range.empty() ? Range{begin, end}
+                          : Range{std::min(range.begin, begin), std::max(range.end, end)};
+  }
+  return range;
+}
+
+Buffer buffer_of(const Range& range) {
+  return {reinterpret_cast<void*>(range.begin), static_cast<std::int64_t>(range.end - range.begin)};
+}
+
+}  // namespace
+
+void unpack_weights(const PackedWeights& p, const Tensor& out, const Exec& e) {
+  exec(e);
+  sizes(p);
+  buffers(p);
   output(out, "out", {{"E", p.experts}, {"rows", p.rows}, {"columns", p.columns}}, kUnpacked);
   contiguous(out);
+}
+
+Weights of_all_experts(const Problem& p, Weights w) {
+  const std::int64_t matrix = p.width * p.hidden;
+  const std::int64_t of_up = gate_factor(p.activation.kind) * matrix;
+  for (Tensor* t : {&w.gate, &w.up, &w.down}) {
+    if (!given(*t) || t->rank != 3) continue;
+    t->shape[0] = p.experts;
+    t->stride[0] = t == &w.down ? matrix : of_up;
+  }
+  return w;
+}
+
+void packed_layer(const Problem& p, const Weights& w, const PackedLayer& packed) {
+  if (p.precision != Precision::kTensors) {
+    refuse("precision is fp8, must be tensors: packed weights of an fp8 layer are unpacked first");
+  }
+  const std::int64_t matrix = p.width * p.hidden;
+  if (is_gated(p.activation.kind)) {
+    operand(p, "up", packed.up, {w.up, w.gate}, 2 * matrix);
+  } else {
+    operand(p, "up", packed.up, {w.up}, matrix);
+  }
+  operand(p, "down", packed.down, {w.down}, matrix);
+}
+
+UnpackedMemory unpacked_memory(const Weights& w) {
+  const Range up = range_of({w.gate, w.up}), down = range_of({w.down});
+  if (!up.overlaps(down)) return {buffer_of(up), buffer_of(down)};
+  return {buffer_of({std::min(up.begin, down.begin), std::max(up.end, down.end)}), {}};
 }
 
 }  // namespace sonicmoe::checks

@@ -71,6 +71,8 @@ const BackendTable* cuda_backend() {
     backend.unpack_weights = on_device<&cuda::unpack_weights>;
     backend.moe_forward = on_device<&cuda::moe_forward>;
     backend.moe_backward = on_device<&cuda::moe_backward>;
+    backend.packed_forward = on_device<&cuda::packed_forward>;
+    backend.packed_backward = on_device<&cuda::packed_backward>;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;
     backend.grouped_gemm = on_device<&cuda::grouped_gemm>;
     backend.grouped_gemm_k = on_device<&cuda::grouped_gemm_k>;

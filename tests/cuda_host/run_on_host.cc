@@ -32,6 +32,10 @@ struct HostSteps {
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
   // Only an engine with FP8 gets this step, and the stand-in has no FP8.
   void operator()(const QuantizeRows&) const { throw Error(Status::kInternal, "no FP8 here."); }
+  // The tests here give no packed weights: these are unpacked by a kernel.
+  void operator()(const PackedProduct&) const {
+    throw Error(Status::kInternal, "no packed weights here.");
+  }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
 
   /// Overwrites the scratch, as the kernels may. Rows of one expert follow each other, experts in

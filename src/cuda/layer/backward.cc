@@ -277,6 +277,7 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
                                 gate_factor(p.activation.kind) * fp8::whole_blocks(p.width));
   }
   s.lora = take_lora_scratch(p, Pass::kBackward, carver);
+  s.range = take_range_lists(p, carver);
   s.bytes = carver.used();
   return s;
 }
@@ -291,8 +292,11 @@ void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
     steps.add("q(dO)", QuantizeRows{args.dout, scratch.dout});
   }
   add_before_hidden_grad(c, steps);
-  const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
-  const auto add_input_grad = [&] { steps.add("dX~", input_grad_product(c, hidden_grad)); };
+  const RowProduct& hidden_grad =
+      add_product(pass, "dH", hidden_grad_product(c), &PackedLayer::down, steps);
+  const auto add_input_grad = [&] {
+    add_product(pass, "dX~", input_grad_product(c, hidden_grad), &PackedLayer::up, steps);
+  };
   add_bias_grads(c, steps);
   if (!input_first) add_score_grad(c, steps);
   add_after_hidden_grad(c, steps);
@@ -308,7 +312,10 @@ void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
   add_token_sum(c, {early, pass.problem.tokens - early}, steps);
 }
 
-void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+namespace {
+
+void run_backward(const Problem& problem, const BackwardArgs& args, const PackedLayer* packed,
+                  const Exec& exec) {
   const Device& device = device_of(exec);
   check_rows("x", args.x);
   check_rows("dout", args.dout);
@@ -320,11 +327,23 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
     clear_gradients(args, stream_of(exec));
     return;
   }
-  const PassContext pass{problem, metadata_layout(problem, args.saved.data)};
   const BackwardScratch scratch = backward_scratch(problem, *device.engine, args.scratch.data);
+  const PassContext pass{
+      problem, metadata_layout(problem, args.saved.data), {packed, scratch.range}};
   Steps steps;
   add_backward_steps(pass, args, scratch, *device.engine, steps);
   run(steps, pass, device, exec);
+}
+
+}  // namespace
+
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+  run_backward(problem, args, nullptr, exec);
+}
+
+void packed_backward(const Problem& problem, const BackwardArgs& args, const PackedLayer& packed,
+                     const Exec& exec) {
+  run_backward(problem, args, &packed, exec);
 }
 
 }  // namespace sonicmoe::cuda

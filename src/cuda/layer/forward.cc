@@ -12,6 +12,11 @@ enum Counter : int { kCounterA, kCounterY };
 
 }  // namespace
 
+RangeLists take_range_lists(const Problem& p, Carver<256>& carver) {
+  const std::int64_t records = metadata_layout(p, nullptr).most_records;
+  return {carver.take<TileRecord>(records), carver.take<std::int32_t>(1)};
+}
+
 ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
   const std::int64_t capacity = row_capacity(p);
   const std::int64_t element = dtype_bytes(p.dtype);
@@ -31,6 +36,7 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
     s.saved = carver.take<std::byte>(metadata_layout(p, nullptr).bytes);
   }
   s.lora = take_lora_scratch(p, pass, carver);
+  s.range = take_range_lists(p, carver);
   s.bytes = carver.used();
   return s;
 }
@@ -82,7 +88,7 @@ void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
   add_up_inner(pass, args, lora, steps);
   RowProduct a = up_product(pass, args, scratch);
   a.low_rank = up_term(p, lora);
-  steps.add("A", a);
+  add_product(pass, "A", a, &PackedLayer::up, steps);
   add_down_inner(pass, scratch.a.elements, lora, steps);
   const bool grouped = p.form == RoutingForm::kGrouped;
   RowProduct y =
@@ -92,10 +98,10 @@ void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
   if (grouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
     steps.add("Y", ClearRows{args.out});
-    steps.add("Y", y);
+    add_product(pass, "Y", y, &PackedLayer::down, steps);
     return;
   }
-  steps.add("Y", y);
+  add_product(pass, "Y", y, &PackedLayer::down, steps);
   steps.add(
       "O",
       TokenSum{scratch.y, args.routing.weights, args.out, {0, p.tokens}, Start::kAfterPrevious});
@@ -113,7 +119,10 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Engine& engine) {
   return sizes;
 }
 
-void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
+namespace {
+
+void run_forward(const Problem& problem, const ForwardArgs& args, const PackedLayer* packed,
+                 const Exec& exec) {
   const Device& device = device_of(exec);
   check_rows("x", args.x);
   check_rows("out", args.out);
@@ -127,10 +136,22 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   const Pass kind = training ? Pass::kForward : Pass::kInference;
   const ForwardScratch scratch = forward_scratch(problem, kind, args.scratch.data);
   const PassContext pass{problem,
-                         metadata_layout(problem, training ? args.saved.data : scratch.saved)};
+                         metadata_layout(problem, training ? args.saved.data : scratch.saved),
+                         {packed, scratch.range}};
   Steps steps;
   add_forward_steps(pass, args, scratch, steps);
   run(steps, pass, device, exec);
+}
+
+}  // namespace
+
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
+  run_forward(problem, args, nullptr, exec);
+}
+
+void packed_forward(const Problem& problem, const ForwardArgs& args, const PackedLayer& packed,
+                    const Exec& exec) {
+  run_forward(problem, args, &packed, exec);
 }
 
 void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,

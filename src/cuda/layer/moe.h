@@ -11,5 +11,10 @@ void quantize_weights(const Problem& problem, const Weights& weights, const Buff
                       const Exec& exec);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+/// The same on packed weights: args.weights is memory for some of the experts.
+void packed_forward(const Problem& problem, const ForwardArgs& args, const PackedLayer& packed,
+                    const Exec& exec);
+void packed_backward(const Problem& problem, const BackwardArgs& args, const PackedLayer& packed,
+                     const Exec& exec);
 
 }  // namespace sonicmoe::cuda

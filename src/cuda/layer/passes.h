@@ -21,8 +21,11 @@ struct ForwardScratch {
   void* metadata;      ///< scratch of build_metadata
   void* saved;         ///< the metadata, at inference only
   LoraScratch lora;
+  RangeLists range;  ///< for packed weights
   std::int64_t bytes;
 };
+/// The array of a range's records, with room for those of all experts.
+RangeLists take_range_lists(const Problem& problem, Carver<256>& carver);
 /// With base == nullptr only `bytes` is valid.
 ForwardScratch forward_scratch(const Problem& problem, Pass pass, void* base);
 
@@ -38,6 +41,7 @@ struct BackwardScratch {
   CodedRows dout;         ///< (T, d) q(dO), d in whole blocks, with Precision::kFp8 only
   CodedRows dh_codes;     ///< (C, G n) q(dH), n in whole blocks, with Precision::kFp8 only
   LoraScratch lora;
+  RangeLists range;  ///< for packed weights
   std::int64_t bytes;
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);

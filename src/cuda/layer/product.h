@@ -23,9 +23,10 @@ namespace sonicmoe::cuda {
 struct RowGroups {
   const Metadata* lists;              ///< row ranges and tile records of the experts
   const ExpertRecord* longest_first;  ///< (E) experts by descending number of rows; null: unsorted
-  std::int64_t experts;               ///< E
+  std::int64_t experts;               ///< E, or the experts of a range
   std::int64_t capacity;              ///< C
-  std::int64_t mean_rows() const { return capacity / experts; }
+  std::int64_t of_experts = 0;        ///< the E of which `experts` are a range; 0: all
+  std::int64_t mean_rows() const { return capacity / std::max(experts, of_experts); }
   /// An upper bound of the tiles of a tile record's rows by one of `column_tiles` parts of the
   /// columns; at least 1. The host can give only a bound: it knows C, not R.
   std::int64_t most_tiles(std::int64_t column_tiles) const {

@@ -21,6 +21,7 @@ struct Launcher {
     device.engine->quantizers->rows(device, w, stream);
   }
   void operator()(const RowProduct& w) const { device.engine->multiply_rows(device, w, stream); }
+  void operator()(const PackedProduct& w) const { multiply_packed(device, w, stream); }
   void operator()(const DepthProduct& w) const { device.engine->multiply_depth(device, w, stream); }
   void operator()(const TokenSum& w) const {
     if (w.start == Start::kIndependent) {
@@ -40,6 +41,13 @@ struct Launcher {
 };
 
 }  // namespace
+
+const RowProduct& add_product(const PassContext& pass, const char* name, const RowProduct& product,
+                              PackedWeights PackedLayer::* weights, Steps& steps) {
+  const PackedPass& packed = pass.packed;
+  if (packed.weights == nullptr) return steps.add(name, product);
+  return steps.add(name, PackedProduct{product, &(packed.weights->*weights), packed.lists}).product;
+}
 
 void clear_rows(const Tensor& out, cudaStream_t stream) {
   const std::int64_t element = dtype_bytes(out.dtype);

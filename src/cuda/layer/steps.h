@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "cuda/device/device.h"
+#include "cuda/layer/packed_product.h"
 #include "cuda/layer/product.h"
 #include "cuda/sums/factors.h"
 #include "cuda/sums/gradients.h"
@@ -54,8 +55,8 @@ struct ClearRows {
   Tensor out;
 };
 
-using Work = std::variant<BuildMetadata, BuildRowLists, QuantizeRows, RowProduct, DepthProduct,
-                          TokenSum, ScoreGrad, ColumnSum, ClearRows, CopyFactors>;
+using Work = std::variant<BuildMetadata, BuildRowLists, QuantizeRows, RowProduct, PackedProduct,
+                          DepthProduct, TokenSum, ScoreGrad, ColumnSum, ClearRows, CopyFactors>;
 
 struct Step {
   const char* name;  ///< as in docs/notation.md: "A", "dH", ...; passed to observers
@@ -87,7 +88,13 @@ class Steps {
 struct PassContext {
   const Problem& problem;
   Metadata metadata;
+  PackedPass packed{};
 };
+
+/// Adds a product with weights of the layer: `weights` of the pass's packed ones if it has them.
+/// The result is the product in its step.
+const RowProduct& add_product(const PassContext& pass, const char* name, const RowProduct& product,
+                              PackedWeights PackedLayer::* weights, Steps& steps);
 
 /// Launches ClearRows on `stream`.
 void clear_rows(const Tensor& out, cudaStream_t stream);

@@ -6,8 +6,8 @@
 // unpacks chunks of kUnits units a thread, whose loads are issued before the first is used. The
 // grid has the blocks that the device runs at once, and each takes every gridDim.x-th chunk.
 //
-// The launch is an ordinary one: the kernel begins after all earlier work of the stream, which may
-// still read `out`, and later kernels begin after it.
+// The launches here are ordinary ones: a kernel begins after all earlier work of the stream, which
+// may still read `out`, and later kernels begin after it.
 #include <algorithm>
 
 #include "core/packed_values.h"
@@ -49,7 +49,8 @@ struct Args {
   const float* nested_scales;
   const float* nested_offset;
   void* out;
-  std::uint32_t chunks;         ///< of all experts
+  std::uint32_t first;          ///< expert of the packed tensor that is the first one of `out`
+  std::uint32_t chunks;         ///< of all experts of `out`
   std::uint32_t expert_chunks;  ///< of one expert; the last may have fewer units
   std::uint32_t expert_units;
   std::uint32_t row_units;
@@ -161,9 +162,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) unpack_kernel(const Args p)
   __shared__ Tables tables;
   if constexpr (kSource != Source::kFP8Blocks) fill<kSource>(tables, p);
   for (std::uint32_t chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
-    const std::uint32_t expert = chunk / p.expert_chunks;
-    const std::uint32_t local = (chunk - expert * p.expert_chunks) * kChunk + threadIdx.x;
+    const std::uint32_t place = chunk / p.expert_chunks;  // of the expert in `out`
+    const std::uint32_t expert = p.first + place;
+    const std::uint32_t local = (chunk - place * p.expert_chunks) * kChunk + threadIdx.x;
     const std::int64_t unit = static_cast<std::int64_t>(expert) * p.expert_units + local;
+    const std::int64_t to = static_cast<std::int64_t>(place) * p.expert_units + local;
     uint2 codes[kUnits];
     float scales[kUnits];
 #pragma unroll
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) unpack_kernel(const Args p)
       values_of<kSource>(tables, codes[i], values);
 #pragma unroll
       for (float& value : values) value = key::mul32(value, scales[i]);
-      store(static_cast<Out*>(p.out) + (unit + i * kThreads) * kElements, values);
+      store(static_cast<Out*>(p.out) + (to + i * kThreads) * kElements, values);
     }
   }
 }
@@ -205,10 +208,10 @@ void check_aligned(const char* name, const void* data) {
   }
 }
 
-Args args_of(const PackedWeights& packed, const Tensor& out) {
+Args args_of(const PackedWeights& packed, const ExpertRange& range, void* out) {
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   check_aligned("codes", packed.codes.data);
-  check_aligned("out", out.data);
+  check_aligned("out", out);
   if (packed.columns % 16 != 0) {
     refuse("columns is " + std::to_string(packed.columns) + ", must be a multiple of 16 on CUDA");
   }
@@ -226,8 +229,9 @@ Args args_of(const PackedWeights& packed, const Tensor& out) {
   args.nested_map = static_cast<const float*>(packed.nested_map.data);
   args.nested_scales = static_cast<const float*>(packed.nested_scales.data);
   args.nested_offset = static_cast<const float*>(packed.nested_offset.data);
-  args.out = out.data;
-  args.chunks = static_cast<std::uint32_t>(chunks);
+  args.out = out;
+  args.first = static_cast<std::uint32_t>(range.first);
+  args.chunks = static_cast<std::uint32_t>(chunks / packed.experts * range.count);
   args.expert_chunks = static_cast<std::uint32_t>(chunks / packed.experts);
   args.expert_units = static_cast<std::uint32_t>(units);
   args.down = static_cast<std::uint32_t>(packed::divide_up(packed.rows, packed::kFP8Block));
@@ -236,13 +240,50 @@ Args args_of(const PackedWeights& packed, const Tensor& out) {
   return args;
 }
 
+/// The index of the first of `count` records whose expert is not below `expert`.
+__device__ __forceinline__ int first_record(const TileRecord* records, int count, int expert) {
+  int low = 0;
+  for (int high = count; low < high;) {
+    const int middle = (low + high) / 2;
+    if (records[middle].expert < expert) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    take_records_kernel(const TileRecord* records, const std::int32_t* record_count, int first,
+                        int past, const RangeLists out, unsigned* counter) {
+  const int count = *record_count;
+  const int begin = first_record(records, count, first);
+  const int end = first_record(records, count, past);
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+    const TileRecord r = records[i];
+    out.records[i - begin] = {r.expert - first, r.begin, r.rows, r.first - begin};
+  }
+  if (threadIdx.x == 0) {
+    *out.record_count = end - begin;
+    if (counter != nullptr) *counter = 0;
+  }
+}
+
 }  // namespace
 
-void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& exec) {
-  const Args args = args_of(packed, out);
-  const unsigned most = static_cast<unsigned>(device_of(exec).multiprocessors) * kBlocks;
+void take_records(const Metadata& all, const ExpertRange& range, const RangeLists& out,
+                  unsigned* counter, cudaStream_t stream) {
+  launch("launching the kernel that takes the tile records of some experts", &take_records_kernel,
+         dim3(1), dim3(kThreads), stream, all.records, all.record_count,
+         static_cast<int>(range.first), static_cast<int>(range.first + range.count), out, counter);
+}
+
+void unpack_experts(const Device& device, const PackedWeights& packed, const ExpertRange& range,
+                    const UnpackedExperts& out, cudaStream_t stream) {
+  const Args args = args_of(packed, range, out.data);
+  const unsigned most = static_cast<unsigned>(device.multiprocessors) * kBlocks;
   const dim3 grid(std::min<unsigned>(args.chunks, most));
-  const cudaStream_t stream = stream_of(exec);
   if (packed.format == PackedFormat::kMXFP4) {
     launch_unpack<Source::kMXFP4>(args, out.dtype, grid, stream);
   } else if (packed.format == PackedFormat::kFP8Blocks) {
@@ -252,6 +293,11 @@ void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& 
   } else {
     launch_unpack<Source::kNF4>(args, out.dtype, grid, stream);
   }
+}
+
+void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& exec) {
+  unpack_experts(device_of(exec), packed, {0, packed.experts}, {out.data, out.dtype},
+                 stream_of(exec));
 }
 
 }  // namespace sonicmoe::cuda

@@ -1,0 +1,27 @@
+// Row products with packed weights. Memory holds the unpacked weights of some experts only, so a
+// product is computed for one range of experts after the other. Rows of different experts have
+// nothing in common, so the bits are those of one product with all unpacked weights.
+#pragma once
+
+#include "cuda/layer/product.h"
+#include "cuda/packed/unpack.h"
+
+namespace sonicmoe::cuda {
+
+/// The packed weights of a pass, and memory for the tile records of a range of experts.
+struct PackedPass {
+  const PackedLayer* weights = nullptr;  ///< null: the weights of the pass are unpacked
+  RangeLists lists{};
+};
+
+/// `product.weights` is memory for the weights of as many experts as its tensors have.
+struct PackedProduct {
+  RowProduct product;
+  const PackedWeights* weights;
+  RangeLists lists;
+};
+
+/// Unpacks and multiplies range by range. Nothing overlaps: hints about the start are ignored.
+void multiply_packed(const Device& device, const PackedProduct& work, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda

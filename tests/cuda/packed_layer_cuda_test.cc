@@ -1,0 +1,312 @@
+// moe_forward() and moe_backward() on packed weights, which unpack a few experts at a time, against
+// the same passes on weights that unpack_weights() wrote: every byte of every result.
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <memory>
+#include <random>
+
+#include "core/numeric.h"
+#include "device_array.h"
+#include "each_engine.h"
+#include "packed_cases.h"
+#include "sonicmoe/packed.h"
+
+namespace sonicmoe {
+namespace {
+
+using testing::DeviceArray;
+using testing::PackedCase;
+
+constexpr std::int64_t kTokens = 90, kHidden = 192, kWidth = 64, kExperts = 5, kTopK = 2;
+constexpr std::int64_t kRank = 8;
+constexpr std::int64_t kElements = kHidden * kWidth;  // of a matrix
+
+/// How many experts' weights fit into the memory of a pass.
+struct Room {
+  std::int64_t up, down;
+};
+
+/// Where gate and up are in the unpacked tensor.
+enum class Halves { kConcatenated, kAlternating };
+
+/// Finite scales, so that no NaN hides a difference. An expert's blocks of NF4 are no multiple of
+/// the 256 that share a nested scale.
+PackedCase packed_case(PackedFormat format, bool nested, std::int64_t rows, std::int64_t columns,
+                       unsigned seed) {
+  std::mt19937 random(seed);
+  PackedCase c = format == PackedFormat::kNF4
+                     ? testing::nf4_case(kExperts, rows, columns, 64, nested)
+                 : format == PackedFormat::kMXFP4 ? testing::mxfp4_case(kExperts, rows, columns)
+                                                  : testing::fp8_case(kExperts, rows, columns);
+  const auto floats = [&random](std::size_t bytes, float low, float high) {
+    std::uniform_real_distribution<float> draw(low, high);
+    std::vector<float> values(bytes / 4);
+    for (float& v : values) v = draw(random);
+    return testing::bytes_of(values);
+  };
+  for (auto& code : c.codes) code = static_cast<std::uint8_t>(random());
+  if (format == PackedFormat::kMXFP4) {
+    for (auto& s : c.scales) s = static_cast<std::uint8_t>(118 + random() % 4);
+  } else if (nested) {
+    for (auto& s : c.scales) s = static_cast<std::uint8_t>(random());
+    c.nested_map = floats(c.nested_map.size(), -1.0f, 1.0f);
+    c.nested_scales = floats(c.nested_scales.size(), 0.01f, 0.05f);
+  } else {
+    if (format == PackedFormat::kFP8Blocks) {
+      for (auto& code : c.codes) code &= 0xbfu;  // below 2, and never NaN
+    }
+    c.scales = floats(c.scales.size(), 0.02f, 0.1f);
+  }
+  return c;
+}
+
+/// A layer with low-rank factors and biases, and its packed weights.
+class Layer {
+ public:
+  Layer(PackedFormat format, bool nested, Halves halves, const Exec& exec)
+      : halves_(halves),
+        exec_(exec),
+        up_(packed_case(format, nested, 2 * kWidth, kHidden, 1)),
+        down_(packed_case(format, nested, kHidden, kWidth, 2)) {
+    problem_.tokens = kTokens;
+    problem_.hidden = kHidden;
+    problem_.width = kWidth;
+    problem_.experts = kExperts;
+    problem_.top_k = kTopK;
+    problem_.dtype = DType::kBF16;
+    problem_.activation.kind = ActivationKind::kSwiGLU;
+    problem_.up_rank = problem_.down_rank = kRank;
+    packed_ = {on_device(up_), on_device(down_)};
+    x_ = values(kTokens * kHidden, 3);
+    dout_ = values(kTokens * kHidden, 4);
+    std::mt19937 random(5);
+    std::vector<std::int32_t> ids;
+    for (std::int64_t i = 0; i < kTokens; ++i) {
+      // Expert 3 has no rows, expert 0 more than a tile's.
+      const bool all = i < 20;
+      ids.push_back(all ? static_cast<std::int32_t>(random() % 3) : 0);
+      ids.push_back(i % 2 == 0 ? 4 : 1);
+    }
+    ids_ = array(std::move(ids));
+    std::vector<float> scores;
+    for (std::int64_t i = 0; i < kTokens * kTopK; ++i) {
+      scores.push_back(0.25f + static_cast<float>(random() % 100) / 100.0f);
+    }
+    scores_ = array(std::move(scores));
+    b_up_ = values(kExperts * 2 * kWidth, 6);
+    b_down_ = values(kExperts * kHidden, 7);
+    for (int i = 0; i < 4; ++i) {
+      const std::int64_t lines[] = {kHidden, 2 * kWidth, kWidth, kHidden};
+      factors_[i] = values(kExperts * kRank * lines[i], 8 + i);
+    }
+  }
+
+  /// The results of both passes on weights that are all unpacked before.
+  std::vector<std::vector<std::uint8_t>> expected() {
+    DeviceArray up(kExperts * 2 * kElements * 2), down(kExperts * kElements * 2);
+    unpack_weights(packed_.up, tensor3(up.data(), DType::kBF16, kExperts, 2 * kWidth, kHidden),
+                   exec_);
+    unpack_weights(packed_.down, tensor3(down.data(), DType::kBF16, kExperts, kHidden, kWidth),
+                   exec_);
+    return results(weights_at(up.data(), down.data(), {kExperts, kExperts}), nullptr);
+  }
+
+  /// The same on packed weights. Both operands are unpacked into the same memory.
+  std::vector<std::vector<std::uint8_t>> packed(const Room& room) {
+    DeviceArray memory(std::max(room.up * 2, room.down) * kElements * 2);
+    return results(weights_at(memory.data(), memory.data(), room), &packed_);
+  }
+
+  /// Gives expert e the packed down weights of expert e + 1: a mistake of an implementation.
+  void exchange_experts() {
+    std::rotate(down_.codes.begin(), down_.codes.begin() + kElements / 2, down_.codes.end());
+    packed_.down = on_device(down_);
+  }
+
+  std::string refusal(const Room& room, const std::function<void(PackedLayer&, Weights&)>& spoil) {
+    DeviceArray memory(std::max(room.up * 2, room.down) * kElements * 2);
+    PackedLayer packed = packed_;
+    Weights weights = weights_at(memory.data(), memory.data(), room);
+    spoil(packed, weights);
+    try {
+      results(weights, &packed);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  }
+
+ private:
+  template <class T>
+  DeviceArray* array(const std::vector<T>& values) {
+    arrays_.push_back(
+        std::make_unique<DeviceArray>(static_cast<std::int64_t>(values.size() * sizeof(T))));
+    arrays_.back()->set(values);
+    return arrays_.back().get();
+  }
+  DeviceArray* values(std::int64_t count, unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<std::uint16_t> bits;
+    for (std::int64_t i = 0; i < count; ++i) bits.push_back(to_bf16(0.5f * normal(random)).bits);
+    return array(bits);
+  }
+  PackedWeights on_device(const PackedCase& c) {
+    return c.with([this](const std::vector<std::uint8_t>& bytes) {
+      return bytes.empty() ? Buffer{} : array(bytes)->buffer();
+    });
+  }
+
+  /// (E, 2n, r) or a bias (E, 2n) with its gate and up as the weights have them.
+  void split(Tensor all, Tensor& gate, Tensor& up) const {
+    const bool alternate = halves_ == Halves::kAlternating;
+    all.shape[1] = kWidth;
+    gate = up = all;
+    const std::int64_t offset = alternate ? all.stride[1] : all.stride[1] * kWidth;
+    up.data = static_cast<std::uint16_t*>(all.data) + offset;
+    if (alternate) gate.stride[1] = up.stride[1] = 2 * all.stride[1];
+  }
+
+  Weights weights_at(void* up, void* down, const Room& room) const {
+    Weights w;
+    split(tensor3(up, DType::kBF16, room.up, 2 * kWidth, kHidden), w.gate, w.up);
+    w.down = tensor3(down, DType::kBF16, room.down, kHidden, kWidth);
+    split(tensor2(b_up_->data(), DType::kBF16, kExperts, 2 * kWidth), w.b_gate, w.b_up);
+    w.b_down = tensor2(b_down_->data(), DType::kBF16, kExperts, kHidden);
+    return w;
+  }
+
+  Lora lora_at(const std::array<void*, 4>& at) const {
+    Lora lora;
+    lora.up.a = tensor3(at[0], DType::kBF16, kExperts, kRank, kHidden);
+    split(tensor3(at[1], DType::kBF16, kExperts, 2 * kWidth, kRank), lora.up.gate_b, lora.up.b);
+    lora.down.a = tensor3(at[2], DType::kBF16, kExperts, kRank, kWidth);
+    lora.down.b = tensor3(at[3], DType::kBF16, kExperts, kHidden, kRank);
+    return lora;
+  }
+
+  /// out, dX, dS and the gradients of the biases and of the factors.
+  std::vector<std::vector<std::uint8_t>> results(const Weights& weights,
+                                                 const PackedLayer* packed) {
+    const Sizes forward = moe_sizes(problem_, Pass::kForward, exec_);
+    const Sizes backward = moe_sizes(problem_, Pass::kBackward, exec_);
+    DeviceArray h(forward.h_bytes), saved(forward.saved_bytes);
+    DeviceArray scratch(std::max(forward.scratch_bytes, backward.scratch_bytes));
+    std::vector<std::unique_ptr<DeviceArray>> made;
+    const auto result = [&made](std::int64_t bytes) {
+      made.push_back(std::make_unique<DeviceArray>(bytes));
+      return made.back()->data();
+    };
+    const auto rows = [](void* data) { return tensor2(data, DType::kBF16, kTokens, kHidden); };
+    ForwardArgs f{.x = rows(x_->data()), .weights = weights};
+    f.routing.ids = tensor2(ids_->data(), DType::kI32, kTokens, kTopK);
+    f.routing.weights = tensor2(scores_->data(), DType::kF32, kTokens, kTopK);
+    f.out = rows(result(kTokens * kHidden * 2));
+    f.h = h.buffer();
+    f.saved = saved.buffer();
+    f.scratch = scratch.buffer();
+    f.lora = lora_at(
+        {factors_[0]->data(), factors_[1]->data(), factors_[2]->data(), factors_[3]->data()});
+    BackwardArgs b{.x = f.x, .routing = f.routing, .weights = weights};
+    b.dout = rows(dout_->data());
+    b.h = f.h;
+    b.saved = f.saved;
+    b.scratch = f.scratch;
+    b.lora = f.lora;
+    b.dx = rows(result(kTokens * kHidden * 2));
+    b.dweights = tensor2(result(kTokens * kTopK * 4), DType::kF32, kTokens, kTopK);
+    split(tensor2(result(kExperts * 2 * kWidth * 2), DType::kBF16, kExperts, 2 * kWidth),
+          b.grads.b_gate, b.grads.b_up);
+    b.grads.b_down = tensor2(result(kExperts * kHidden * 2), DType::kBF16, kExperts, kHidden);
+    b.lora_grads = lora_at({result(factors_[0]->bytes()), result(factors_[1]->bytes()),
+                            result(factors_[2]->bytes()), result(factors_[3]->bytes())});
+    if (packed == nullptr) {
+      moe_forward(problem_, f, exec_);
+      moe_backward(problem_, b, exec_);
+    } else {
+      moe_forward(problem_, f, *packed, exec_);
+      moe_backward(problem_, b, *packed, exec_);
+    }
+    testing::must(cudaDeviceSynchronize());
+    std::vector<std::vector<std::uint8_t>> bytes;
+    for (const auto& a : made) bytes.push_back(a->get());
+    return bytes;
+  }
+
+  Halves halves_;
+  Exec exec_;
+  PackedCase up_, down_;
+  Problem problem_;
+  PackedLayer packed_;
+  std::vector<std::unique_ptr<DeviceArray>> arrays_;
+  DeviceArray *x_, *dout_, *ids_, *scores_, *b_up_, *b_down_;
+  std::array<DeviceArray*, 4> factors_;
+};
+
+/// Of bf16.
+bool is_finite(const std::vector<std::uint8_t>& bytes) {
+  for (std::size_t i = 1; i < bytes.size(); i += 2) {
+    if ((bytes[i] & 0x7f) == 0x7f && (bytes[i - 1] & 0x80) != 0) return false;
+  }
+  return true;
+}
+
+class CudaPackedLayer : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(CudaPackedLayer);
+
+struct Form {
+  const char* name;
+  PackedFormat format;
+  bool nested;
+  Halves halves;
+};
+constexpr Form kForms[] = {
+    {"nf4", PackedFormat::kNF4, false, Halves::kConcatenated},
+    {"nf4 nested", PackedFormat::kNF4, true, Halves::kConcatenated},
+    {"mxfp4", PackedFormat::kMXFP4, false, Halves::kAlternating},
+    {"fp8_blocks", PackedFormat::kFP8Blocks, false, Halves::kConcatenated},
+};
+
+/// Room for one expert, for numbers that do not divide E, and for all experts.
+TEST_P(CudaPackedLayer, HasTheBitsOfUnpackedWeights) {
+  for (const Form& form : kForms) {
+    Layer layer(form.format, form.nested, form.halves, exec());
+    const auto expected = layer.expected();
+    EXPECT_TRUE(is_finite(expected[0])) << form.name;
+    for (const Room room : {Room{1, 3}, Room{2, 5}}) {
+      SCOPED_TRACE(std::string(form.name) + ", experts at a time: " + std::to_string(room.up) +
+                   ", " + std::to_string(room.down));
+      const auto found = layer.packed(room);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(found[i] == expected[i]) << "result " << i;
+      }
+    }
+  }
+}
+
+TEST_P(CudaPackedLayer, TheComparisonRejectsTheNextExpertsWeights) {
+  Layer layer(PackedFormat::kNF4, true, Halves::kConcatenated, exec());
+  const auto expected = layer.expected();
+  layer.exchange_experts();
+  const auto found = layer.packed({2, 2});
+  EXPECT_FALSE(found[0] == expected[0]) << "out";
+  EXPECT_FALSE(found[1] == expected[1]) << "dX";
+}
+
+TEST_P(CudaPackedLayer, RefusesWeightsOfAnotherLayerAndWrongMemory) {
+  Layer layer(PackedFormat::kMXFP4, false, Halves::kConcatenated, exec());
+  EXPECT_EQ(layer.refusal({2, 2}, [](PackedLayer& p, Weights&) { std::swap(p.up, p.down); }),
+            "packed.up has 5 experts of 192 * 64 elements, must have 5 of 24576");
+  EXPECT_EQ(layer.refusal({2, 2}, [](PackedLayer&, Weights& w) { w.gate.shape[0] = 1; }),
+            "weights.up has memory for 1 experts, must have it for 1 to 5, gate as up");
+  EXPECT_EQ(layer.refusal({2, 2}, [](PackedLayer&, Weights& w) { w.down.stride[0] += 8; }),
+            "weights.down has other strides than a view of a contiguous tensor (E', rows, columns) "
+            "of packed.down");
+  EXPECT_EQ(
+      layer.refusal({2, 2}, [](PackedLayer& p, Weights& w) { w.down.data = p.down.codes.data; }),
+      "weights.down overlaps codes, must be memory of its own");
+}
+
+}  // namespace
+}  // namespace sonicmoe
