@@ -98,11 +98,20 @@ using LoraBackwardCall = Joined<BackwardCall, Factors, Fp8Argument>;
 /// The bit of `needs` of a factor: after those of the layer's arguments.
 enum class Factor : std::int32_t { up_a, up_b, down_a, down_b };
 
-inline MaybeArray gradient_of(const LoraBackwardCall& a, Factor factor, const MaybeArray& of) {
+/// New tensors for the gradients of the factors that `needs` asks for.
+inline Factors gradients_of(std::int64_t needs, const Factors& factors) {
   constexpr std::size_t kFirst = std::tuple_size_v<decltype(Layer().fields())>;
-  const std::int64_t bit = static_cast<std::int64_t>(kFirst) + static_cast<std::int64_t>(factor);
-  if ((a.needs >> bit & 1) == 0 || !of.has_value()) return std::nullopt;
-  return empty_beside(*of);
+  const auto gradient = [needs](Factor factor, const MaybeArray& of) -> MaybeArray {
+    const std::int64_t bit = static_cast<std::int64_t>(kFirst) + static_cast<std::int64_t>(factor);
+    if ((needs >> bit & 1) == 0 || !of.has_value()) return std::nullopt;
+    return empty_beside(*of);
+  };
+  Factors grads;
+  grads.up_a = gradient(Factor::up_a, factors.up_a);
+  grads.up_b = gradient(Factor::up_b, factors.up_b);
+  grads.down_a = gradient(Factor::down_a, factors.down_a);
+  grads.down_b = gradient(Factor::down_b, factors.down_b);
+  return grads;
 }
 
 /// The gradients of x, the routing weights, up_a, up_b, down_a and down_b.
@@ -110,12 +119,8 @@ inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBa
   const DeviceScope device(a.x);
   const LoraCall c = lora_call_of(a, a);
   const MaybeArray dx = gradient_of_x(a);
-  const MaybeArray dweights = gradient_of(static_cast<BackwardCall&>(a), At::weights, a.weights);
-  Factors grads;
-  grads.up_a = gradient_of(a, Factor::up_a, a.up_a);
-  grads.up_b = gradient_of(a, Factor::up_b, a.up_b);
-  grads.down_a = gradient_of(a, Factor::down_a, a.down_a);
-  grads.down_b = gradient_of(a, Factor::down_b, a.down_b);
+  const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
+  const Factors grads = gradients_of(a.needs, a);
   const QuantisedWeights fp8(c.layer, a.fp8_weights, a.x, device.exec());
   auto args = backward_args(a, c.layer, {}, dx, dweights, sonicmoe::GradMode::kWrite);
   args.fp8_weights = fp8.buffer();

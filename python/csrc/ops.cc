@@ -24,6 +24,7 @@
 #include "packed.h"
 #include "routing.h"
 #include "sonicmoe/version.h"
+#include "unpacking.h"
 
 namespace sonicmoe_torch {
 namespace {
@@ -100,6 +101,9 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("exchange_backward_accumulate", &box<&exchange_backward_accumulate>);
   m.impl("quantize_weights", &box<&quantize_weights>);
   m.impl("unpack_weights", &box<&unpack_weights>);
+  m.impl("unpacking_inference", &box<&unpacking_inference>);
+  m.impl("unpacking_forward", &box<&unpacking_forward>);
+  m.impl("unpacking_backward", &box<&unpacking_backward>);
   m.impl("auto_fp8_rows", &box<&auto_fp8_rows>);
   m.impl("h_views", &box<&h_views>);
   m.impl("grouped_gemm", &box<&grouped_gemm>);
@@ -154,6 +158,10 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
       "(Tensor, Tensor, Tensor, Tensor)");
   def("quantize_weights", WeightsCall::schema(), "Tensor");
   def("unpack_weights", UnpackCall::schema(), "()");
+  def("unpacking_inference", UnpackingCall::schema(), "Tensor");
+  def("unpacking_forward", UnpackingCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
+  def("unpacking_backward", UnpackingBackwardCall::schema(),
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("auto_fp8_rows", AutoRowsCall::schema(), "int");
   def("h_views", HViewsCall::schema(), "(int, int, int)");
   def("grouped_gemm", GroupedGemmCall::schema(), "Tensor");

@@ -1,4 +1,4 @@
-// The operator unpack_weights.
+// Packed weights as arguments, and the operator unpack_weights.
 #pragma once
 
 #include <cstdint>
@@ -52,22 +52,31 @@ inline sonicmoe::Buffer packed_bytes(const MaybeArray& t, const char* name) {
   return t.has_value() ? packed_bytes(*t, name) : sonicmoe::Buffer{};
 }
 
-/// Writes the unpacked weights to out (E, rows, columns).
-inline std::tuple<> unpack_weights(UnpackCall& a) {
-  const DeviceScope device(a.out);
-  expect_rank(a.out, 3, "out");
+struct PackedShape {
+  std::int64_t experts, rows, columns;
+};
+
+inline sonicmoe::PackedWeights packed_weights(const PackedCall& a, const PackedShape& shape) {
   sonicmoe::PackedWeights packed;
   packed.format = enumerator("format", a.format, sonicmoe::PackedFormat::kFP8Blocks);
-  packed.experts = a.out.size(0);
-  packed.rows = a.out.size(1);
-  packed.columns = a.out.size(2);
+  packed.experts = shape.experts;
+  packed.rows = shape.rows;
+  packed.columns = shape.columns;
   packed.block = a.block;
   packed.codes = packed_bytes(a.codes, "codes");
   packed.scales = packed_bytes(a.scales, "scales");
   packed.nested_map = packed_bytes(a.nested_map, "nested_map");
   packed.nested_scales = packed_bytes(a.nested_scales, "nested_scales");
   packed.nested_offset = packed_bytes(a.nested_offset, "nested_offset");
-  sonicmoe::unpack_weights(packed, view(a.out, "out"), device.exec());
+  return packed;
+}
+
+/// Writes the unpacked weights to out (E, rows, columns).
+inline std::tuple<> unpack_weights(UnpackCall& a) {
+  const DeviceScope device(a.out);
+  expect_rank(a.out, 3, "out");
+  const PackedShape shape{a.out.size(0), a.out.size(1), a.out.size(2)};
+  sonicmoe::unpack_weights(packed_weights(a, shape), view(a.out, "out"), device.exec());
   return {};
 }
 

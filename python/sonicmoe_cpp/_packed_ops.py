@@ -5,9 +5,12 @@ results have the layer's bits. The unpacked weights are not tensors of autograd:
 packed tensors, and its backward unpacks them again. In graphs of torch.compile each of these
 operators is one node, so a graph keeps no unpacked weights either.
 
-Memory: a device has one buffer for w_up and one for w_down, which all layers share.
+Memory: a device has one buffer for w_up and one for w_down, which all layers share. If both take
+more than limit_buffers() allows, a call on a GPU has one buffer instead, into which the library
+unpacks a few experts at a time.
 - Forward unpacks into it. Backward does so only if the buffer holds other weights by then; after a
-  recomputation of the layer (checkpointing) it holds the right ones.
+  recomputation of the layer (checkpointing) it holds the right ones. A few experts at a time are
+  always unpacked again.
 - A call takes the buffer out of the table while it uses it, so that a call of another thread makes
   a buffer of its own. Work on another CUDA stream would not wait for the kernels that read the
   buffer, so a call on another stream makes a new buffer too.
@@ -28,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _autograd, _fakes, _library, _ops
 from ._call import FACTORS, LORA_NEEDS, NEEDS, OPTIONS, Call, Factors
+from ._names import PRECISION
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The tensors of packed weights, and the numbers that describe them: the place of the format in
@@ -51,7 +55,8 @@ _FORWARD = (
     | dict.fromkeys(FACTORS, "Tensor?")
     | {name: "float" if name in ("alpha", "limit") else "int" for name in OPTIONS}
     | {"up_scale": "float", "down_scale": "float", "up_form": "int[]", "down_form": "int[]"}
-    | {"shares": "bool"}  # whether the call uses the buffers
+    # Whether the call uses the buffers, and how many bytes it may unpack at a time; 0: any number.
+    | {"shares": "bool", "most_bytes": "int"}
 )
 # Bit i of `needs` of packed_backward asks for the gradient of argument i of packed_forward.
 PACKED_NEEDS = {name: 1 << list(_FORWARD).index(name) for name in DIFFERENTIABLE}
@@ -65,12 +70,25 @@ class _Kept(NamedTuple):
 
 
 _kept: dict[tuple[torch.device, str], _Kept] = {}
+_limit = 0  # of limit_buffers(); 0: none
 
 
 def release_buffers() -> None:
     """Frees the memory into which calls with packed weights unpack. The next call allocates it
     again."""
     _kept.clear()
+
+
+def limit_buffers(most: int | None) -> None:
+    """Lets later calls on a GPU unpack at most so many bytes at a time, but at least one expert. A
+    layer whose two weights take more is computed a few experts at a time, with the same bits, and
+    its backward unpacks again. None: no limit, as at first. Calls with precision="fp8" and calls on
+    the CPU ignore it. Frees the memory of earlier calls."""
+    global _limit
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ValueError(f"most is {most!r}, must be a number of bytes from 1 on, or None")
+    _limit = most or 0
+    release_buffers()
 
 
 def _content(tensors: tuple, form: tuple) -> tuple | None:
@@ -87,54 +105,113 @@ def stored_shape(form) -> tuple[int, int, int]:
     return (experts, columns, rows) if form[3] else (experts, rows, columns)
 
 
+class _Memory:
+    """Memory of a device that calls reuse: take() gives it to a call, keep() puts it back."""
+
+    def __init__(self, device: torch.device, name: str, shares: bool):
+        self.key = device, name
+        cuda = device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+        self.shares = shares and not (cuda and torch.cuda.is_current_stream_capturing())
+
+    def take(self, size: int) -> tuple[Tensor, tuple | None]:
+        """At least `size` bytes, and what they hold."""
+        before = _kept.pop(self.key, None) if self.shares else None
+        if before is not None and before.stream == self.stream and before.memory.numel() >= size:
+            return before.memory, before.content
+        del before  # is freed first
+        # An inference tensor could not be used by a later call with autograd.
+        with torch.inference_mode(False):
+            return torch.empty((size,), dtype=torch.uint8, device=self.key[0]), None
+
+    def keep(self, memory: Tensor, content: tuple | None) -> None:
+        if self.shares:
+            _kept[self.key] = _Kept(memory, self.stream, content)
+
+
+class _Operand:
+    """A packed weight of a call."""
+
+    def __init__(self, a, name: str):
+        """`a` has the arguments of an operator packed_*."""
+        self.name = name
+        self.parts = tuple(getattr(a, f"{name}_{part}") for part in PARTS)
+        self.form = tuple(getattr(a, f"{name}_form"))
+        self.device = self.parts[0].device
+        self.dtype = DTYPES[self.form[2]]
+        self.experts = self.form[4]
+        self.shape = stored_shape(self.form)
+        self.expert_bytes = self.shape[1] * self.shape[2] * self.dtype.itemsize
+
+    def view(self, memory: Tensor, experts: int) -> Tensor:
+        """The unpacked weights of the first experts in `memory`, as the layer takes them."""
+        out = memory[: experts * self.expert_bytes].view(self.dtype)
+        out = out.view(experts, *self.shape[1:])
+        return out.transpose(1, 2) if self.form[3] else out
+
+    def unpack(self, memory: Tensor) -> None:
+        out = memory[: self.experts * self.expert_bytes].view(self.dtype).view(self.shape)
+        _ops.run("unpack_weights", out, *self.parts, *self.form[:2])
+
+
 class _Unpacked:
     """The unpacked weights of an operand, while a call uses them: tensor() unpacks, keep() puts the
     memory back for the next call."""
 
-    def __init__(self, a, operand: str):
-        """`a` has the arguments of an operator packed_*."""
-        self.parts = tuple(getattr(a, f"{operand}_{part}") for part in PARTS)
-        self.given = tuple(t for t in self.parts if t is not None)
-        self.form = tuple(getattr(a, f"{operand}_form"))
-        device = self.given[0].device
-        self.key = device, operand
-        cuda = device.type == "cuda"
-        self.stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-        self.shares = a.shares and not (cuda and torch.cuda.is_current_stream_capturing())
+    def __init__(self, a, operand: _Operand):
+        self.operand = operand
+        self.memory = _Memory(operand.device, operand.name, a.shares)
 
     def tensor(self, may_hold: bool) -> Tensor:
         """The weight (E, out, in). `may_hold`: it need not be unpacked again if the memory still
         holds it."""
-        dtype = DTYPES[self.form[2]]
-        shape = stored_shape(self.form)
-        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        before = _kept.pop(self.key, None) if self.shares else None
-        content = _content(self.given, self.form)
-        fits = before is not None and before.stream == self.stream
-        if fits and before.memory.numel() >= size:
-            memory = before.memory
-        else:
-            before = None  # is freed first
-            # An inference tensor could not be used by a later call with autograd.
-            with torch.inference_mode(False):
-                memory = torch.empty((size,), dtype=torch.uint8, device=self.key[0])
-        out = memory[:size].view(dtype).view(shape)
-        holds = before is not None and content is not None and before.content == content
-        if not (may_hold and holds):
-            _ops.run("unpack_weights", out, *self.parts, *self.form[:2])
-        self.kept = _Kept(memory, self.stream, content)
-        return out.transpose(1, 2) if self.form[3] else out
+        o = self.operand
+        given = tuple(t for t in o.parts if t is not None)
+        memory, before = self.memory.take(o.experts * o.expert_bytes)
+        content = _content(given, o.form)
+        if not (may_hold and content is not None and before == content):
+            o.unpack(memory)
+        self.kept = memory, content
+        return o.view(memory, o.experts)
 
     def keep(self) -> None:
-        if self.shares:
-            _kept[self.key] = self.kept
+        self.memory.keep(*self.kept)
 
 
-def _call(by: str, a, before: tuple, after: tuple, may_hold: bool):
+def _in_parts(a, operands: list[_Operand]) -> bool:
+    """Whether a call unpacks a few experts at a time."""
+    if not a.most_bytes or operands[0].device.type != "cuda" or a.precision != PRECISION["tensors"]:
+        return False
+    if any(o.dtype != a.x.dtype for o in operands):
+        return False
+    return sum(o.experts * o.expert_bytes for o in operands) > a.most_bytes
+
+
+def _call_in_parts(by: str, a, operands: list[_Operand], before: tuple, after: tuple):
+    """Runs an operator that unpacks a few experts at a time, those of both weights into the same
+    memory."""
+    experts = [max(1, min(o.experts, a.most_bytes // o.expert_bytes)) for o in operands]
+    size = max(o.expert_bytes * e for o, e in zip(operands, experts, strict=True))
+    shared = _Memory(operands[0].device, "parts", a.shares)
+    memory, _ = shared.take(size)
+    up, down = (o.view(memory, e) for o, e in zip(operands, experts, strict=True))
+    layer = (a.x, a.index, a.second, a.weights, None, up, down, a.b_up, a.b_down)
+    layer += tuple(getattr(a, option) for option in OPTIONS)
+    factors = tuple(getattr(a, name) for name in FACTORS)
+    packed = [value for o in operands for value in (*o.parts, *o.form[:2])]
+    scales = a.up_scale, a.down_scale
+    result = _ops.run(
+        f"unpacking_{by}", *before, *layer, *after, *factors, *scales, *packed, operands[0].experts
+    )
+    shared.keep(memory, None)
+    return result
+
+
+def _call(by: str, a, operands: list[_Operand], before: tuple, after: tuple, may_hold: bool):
     """Runs an operator of the layer, or that with factors, on the unpacked weights. before and
     after are the first and last arguments of a backward."""
-    operands = [_Unpacked(a, operand) for operand in OPERANDS]
-    up, down = (o.tensor(may_hold).to(a.x.dtype) for o in operands)
+    unpacked = [_Unpacked(a, operand) for operand in operands]
+    up, down = (u.tensor(may_hold).to(a.x.dtype) for u in unpacked)
     layer = (a.x, a.index, a.second, a.weights, None, up, down, a.b_up, a.b_down)
     layer += tuple(getattr(a, option) for option in OPTIONS)
     factors = tuple(getattr(a, name) for name in FACTORS)
@@ -145,8 +222,8 @@ def _call(by: str, a, before: tuple, after: tuple, may_hold: bool):
     else:
         family, rest = "moe", (None,)
     result = _ops.run(f"{family}_{by}", *before, *layer, *after, *rest)
-    for operand in operands:
-        operand.keep()
+    for u in unpacked:
+        u.keep()
     return result
 
 
@@ -154,12 +231,23 @@ def with_factors(a) -> bool:
     return a.up_a is not None or a.down_a is not None
 
 
+def _operands(a) -> list[_Operand]:
+    return [_Operand(a, name) for name in OPERANDS]
+
+
+def _run(by: str, a):
+    operands = _operands(a)
+    if _in_parts(a, operands):
+        return _call_in_parts(by, a, operands, (), ())
+    return _call(by, a, operands, (), (), may_hold=False)
+
+
 def _inference(a):
-    return _call("inference", a, (), (), may_hold=False)
+    return _run("inference", a)
 
 
 def _forward(a):
-    return _call("forward", a, (), (), may_hold=False)
+    return _run("forward", a)
 
 
 def needs_of(a) -> tuple[dict[str, int], int]:
@@ -170,8 +258,13 @@ def needs_of(a) -> tuple[dict[str, int], int]:
 
 
 def _backward(a):
+    operands = _operands(a)
+    if _in_parts(a, operands):
+        bits = NEEDS | LORA_NEEDS
+        needs = sum(bits[name] for name, bit in PACKED_NEEDS.items() if a.needs & bit)
+        return _call_in_parts("backward", a, operands, (a.dout,), (a.h, a.saved, needs))
     bits, needs = needs_of(a)
-    found = _call("backward", a, (a.dout,), (a.h, a.saved, needs), may_hold=True)
+    found = _call("backward", a, operands, (a.dout,), (a.h, a.saved, needs), may_hold=True)
     named = dict(zip(bits, found, strict=True))
     nothing = torch.empty((0,), dtype=a.x.dtype, device="cpu")
     return tuple(named.get(name, nothing) for name in DIFFERENTIABLE)
@@ -198,7 +291,7 @@ def layer(call: Call, packed: tuple) -> Tensor:
     (up, up_form), (down, down_form) = map(parts_of, packed)
     *factors, up_scale, down_scale = call.factors or _NO_FACTORS
     shares = not torch.compiler.is_compiling()
-    numbers = (*call.options, up_scale, down_scale, up_form, down_form, shares)
+    numbers = (*call.options, up_scale, down_scale, up_form, down_form, shares, _limit)
     tensors = (x, index, second, weights, b_up, b_down, *up, *down, *factors)
     return _autograd.output_of("packed", (*tensors, *numbers))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import _checks, _packed_ops
 from ._names import PACKED
-from ._packed_ops import DTYPES, release_buffers
+from ._packed_ops import DTYPES, limit_buffers, release_buffers
 
 __all__ = [
     "PackedExperts",
@@ -23,6 +23,7 @@ __all__ = [
     "from_fp8_blocks",
     "from_mxfp4",
     "from_nf4",
+    "limit_buffers",
     "pack",
     "pack_mxfp4",
     "pack_nf4",

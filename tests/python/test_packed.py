@@ -144,6 +144,84 @@ def test_checkpointing_and_compile(device, lora):
         assert same_bits(problem.run("ids", *weights, lora=lora, wrap=wrap), expected)
 
 
+@pytest.fixture
+def limit():
+    yield packed.limit_buffers
+    packed.limit_buffers(None)
+
+
+def test_the_limit_of_buffers_is_a_number_of_bytes(limit):
+    for wrong in (0, -1, 1.5, "2"):
+        with pytest.raises(ValueError, match=r"most is .*, must be a number of bytes from 1 on"):
+            limit(wrong)
+
+
+def test_the_cpu_ignores_the_limit_of_buffers(limit, unpackings):
+    problem = Problem()
+    weights = problem.weights("mxfp4")
+    expected = problem.run("ids", *unpacked(weights))
+    unpackings.clear()
+    limit(1)
+    assert same_bits(problem.run("ids", *weights), expected) and len(unpackings) == 2
+
+
+@pytest.fixture
+def parts(limit, monkeypatch):
+    """Calls on the CPU as on a GPU under a limit: stand-ins for the operators unpacking_* unpack
+    all experts and call the layer's operators. The result lists (E', E'') of the calls."""
+    calls = []
+    run = _packed_ops._ops.run
+
+    def operand(given, name, memory):
+        transposed = memory.stride(2) != 1
+        stored = memory.transpose(1, 2) if transposed else memory
+        assert stored.is_contiguous()
+        out = torch.empty((given["experts"], *stored.shape[1:]), dtype=memory.dtype)
+        parts = (given[f"{name}_{part}"] for part in (*_packed_ops.PARTS, "format", "block"))
+        run("unpack_weights", out, *parts)
+        return out.transpose(1, 2) if transposed else out
+
+    def stand_in(name, *arguments):
+        if not name.startswith("unpacking_"):
+            return run(name, *arguments)
+        names = [argument.name for argument in _packed_ops._ops.arguments_of(name)]
+        given = dict(zip(names, arguments, strict=True))
+        calls.append((given["w_up"].shape[0], given["w_down"].shape[0]))
+        given |= {w: operand(given, w[2:], given[w]) for w in ("w_up", "w_down")}
+        by = name.removeprefix("unpacking_")
+        lora = given["up_a"] is not None
+        inner = f"{'lora' if lora else 'moe'}_{by}"
+        given |= dict.fromkeys(("fp8_weights", "g_gate", "g_up", "g_down"))
+        found = run(inner, *(given[a.name] for a in _packed_ops._ops.arguments_of(inner)))
+        if by != "backward":
+            return found
+        bits = _packed_ops.LORA_NEEDS if lora else _packed_ops.NEEDS
+        named = dict(zip(bits, found, strict=True))
+        return tuple(named.get(n, torch.empty(0)) for n in _packed_ops.DIFFERENTIABLE)
+
+    monkeypatch.setattr(_packed_ops._ops, "run", stand_in)
+    monkeypatch.setattr(_packed_ops, "_in_parts", lambda a, operands: a.most_bytes > 0)
+    return calls
+
+
+@each_format
+@pytest.mark.parametrize("order", ("K", "MN"))
+@pytest.mark.parametrize("lora", (False, True), ids=("frozen", "lora"))
+def test_parts_get_the_arguments_of_the_call(parts, limit, format, order, lora):
+    """An expert has 32 KiB in w_up and 16 KiB in w_down; there are 4."""
+    problem = Problem()
+    weights = problem.weights(format, order)
+    options = {"biases": True, "lora": lora}
+    expected = problem.run("ids", *weights, **options)
+    for kib, experts in ((1, (1, 1)), (40, (1, 2)), (64, (2, 4))):
+        limit(kib * 1024)
+        parts.clear()
+        assert same_bits(problem.run("ids", *weights, **options), expected)
+        assert parts == [experts] * 2
+        (kept,) = (k for (_, name), k in _packed_ops._kept.items() if name == "parts")
+        assert kept.memory.numel() == max(experts[0] * 32, experts[1] * 16) * 1024
+
+
 def test_a_compiled_layer_keeps_no_buffer(unpackings):
     problem = Problem()
     weights = problem.weights("nf4")

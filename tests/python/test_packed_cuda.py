@@ -145,6 +145,69 @@ def test_cuda_layers_share_two_buffers():
     packed.release_buffers()
 
 
+@pytest.fixture
+def limit():
+    yield packed.limit_buffers
+    packed.limit_buffers(None)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("order", ("K", "MN"))
+@pytest.mark.parametrize("lora", (False, True), ids=("frozen", "lora"))
+@pytest.mark.parametrize("form", ("ids", "pairs", "grouped"))
+def test_cuda_unpacks_a_few_experts_at_a_time(limit, format, order, lora, form):
+    """7 experts of 96 and 48 KiB: one at a time, 2 and 5, 5 and 7."""
+    problem = Problem("cuda", sizes=(300, 192, 128, 7, 2))
+    weights = problem.weights(format, order)
+    options = {"biases": True, "lora": lora}
+    expected = problem.run(form, *unpacked(weights), **options)
+    for kib in (1, 240, 500):
+        limit(kib * 1024)
+        assert same_bits(problem.run(form, *weights, **options), expected)
+    wrong = [w.to(dtype=w.dtype) for w in weights]
+    wrong[1] = packed.PackedWeights(**{**vars(wrong[1]), "codes": wrong[1].codes.roll(1, 0)})
+    assert not same_bits(problem.run(form, *wrong, **options), expected)
+
+
+def test_cuda_gpt_oss_style_a_few_experts_at_a_time(limit):
+    problem = Problem("cuda", sizes=(300, 192, 128, 7, 2))
+    weights = problem.weights("mxfp4")
+    options = {"activation": "swiglu_oai", "gate_layout": "interleaved", "lora": True}
+    expected = problem.run("ids", *unpacked(weights), biases=True, **options)
+    limit(200 * 1024)
+    assert same_bits(problem.run("ids", *weights, biases=True, **options), expected)
+
+
+def test_cuda_graph_of_a_few_experts_at_a_time(limit):
+    problem = Problem("cuda")
+    weights = problem.weights("nf4_nested")
+    expected = problem.run("ids", *unpacked(weights), lora=True)
+    limit(1)
+    problem.run("ids", *weights, lora=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = problem.run("ids", *weights, lora=True)
+    packed.release_buffers()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(got, expected)
+
+
+def test_cuda_memory_under_a_limit(limit):
+    problem = Problem("cuda", sizes=(64, 512, 512, 16, 2))
+    weights = problem.weights("nf4")
+    limit(1 << 20)  # of 24 MiB
+    problem.run("ids", *weights, lora=True)
+    packed.release_buffers()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    problem.run("ids", *weights, lora=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 12 << 20
+
+
 def test_cuda_moves_a_module():
     module = sonicmoe_cpp.MoE(4, 2, 128, 64, dtype=torch.bfloat16)
     module.pack("nf4", nested=True)
