@@ -30,6 +30,7 @@ from lm.device import choose
 from lm.errors import UserError, exit_code
 from lm.files import claim, write_file
 from lm.trainer import StopSignal
+from sonicmoe_cpp import packed
 
 try:
     import accelerate  # noqa: F401 (Trainer needs it)
@@ -122,7 +123,7 @@ def prepare(s: Settings, report: dict[str, Any]):
     experts = model.experts_of(net, s)
     if s.offload_embedding:
         model.offload_embedding(net)
-    report["loss_in_chunks"] = use_chunks(net, memory.CHUNK)
+    report["loss_in_chunks"] = use_chunks(net, s.logits)
     net = model.add_factors(net, s)
     report["trained"] = memory.trained(net)
     print(f"{report['trained']['share']:.2%} of the parameters are trained")
@@ -133,6 +134,7 @@ def prepare(s: Settings, report: dict[str, Any]):
 
 def finetune(s: Settings, stdout: TextIO) -> int:
     limit_memory(s)
+    packed.limit_buffers(s.unpack_mib * 2**20 or None)
     checkpoint = open_folder(s)
     out, report = Path(s.out), describe(s)
     rows = model.load_rows(s, s.steps * s.batch * s.accumulate)

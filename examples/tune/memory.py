@@ -4,9 +4,9 @@
 import torch
 from torch import nn
 
+from tune import dense
 from tune.settings import Settings
 
-CHUNK = 256  # tokens whose logits exist at a time
 # Bytes of optimizer state for a parameter. Others have two moments in the parameter's dtype.
 STATES = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "paged_adamw_8bit": 2}
 
@@ -25,6 +25,7 @@ def trained(model: nn.Module) -> dict[str, float]:
     parameters = list(model.parameters())
     some = [p for p in parameters if p.requires_grad]
     count, every = sum(p.numel() for p in some), sum(p.numel() for p in parameters)
+    every += sum(w.shape.numel() for w in dense.packed_layers(model))
     return {"tensors": len(some), "parameters": count, "of": every, "share": count / every}
 
 
@@ -54,16 +55,22 @@ def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str
         kept = (layers - 1) * (T * d * element + attention + C * 2 * n * element)
     packed = [p for module in experts for p in module.parameters() if hasattr(p, "packed")]
     unpacked = sum(p.numel() * element for p in packed[:2])  # both projections of one layer
+    if s.unpack_mib:
+        one = max((p.numel() // len(p) * element for p in packed[:2]), default=0)
+        unpacked = min(unpacked, max(one, s.unpack_mib * 2**20))
+    attention_weights = dense.packed_layers(model)
+    unpacked += max((w.shape.numel() * element for w in attention_weights), default=0)
     items = {
         "experts": _bytes(p for p in frozen if id(p) in own),
-        "other weights": _bytes(p for p in frozen if id(p) not in own),
+        "other weights": _bytes(p for p in frozen if id(p) not in own)
+        + sum(w.nbytes() for w in attention_weights),
         "factors": _bytes(trains),
         "gradients": _bytes(trains),
         "optimizer": sum(p.numel() * STATES.get(s.optim, 2 * p.element_size()) for p in trains),
         "kept of layers": kept,
         "one layer in backward": C * (5 * n + d) * element + attention,
         "unpacked weights": unpacked,
-        "logits": min(T, CHUNK) * config.vocab_size * (8 + 2 * element),
+        "logits": min(T, s.logits) * config.vocab_size * (8 + 2 * element),
     }
     # Backward frees what layers kept while it makes gradients, unless an earlier micro-batch has.
     growing = items["kept of layers"], items["gradients"]

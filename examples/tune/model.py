@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
+from tune import dense
 from tune.settings import CONFIGS, PACKED, Settings
 
 LARGEST_TEXT = 1 << 26  # characters that are tokenised
@@ -60,11 +61,11 @@ def _quantisation(s: Settings, config) -> dict:
     return {"quantization_config": hf.experts_config(format, **more)}
 
 
-def _random_packed(shape, s: Settings, dtype: torch.dtype) -> packed.PackedWeights:
+def _random_packed(shape, format: str, s: Settings, dtype: torch.dtype) -> packed.PackedWeights:
     """Packed weights (E, out, in) of random codes, with about 0.02 as standard deviation. They are
     made as codes: unpacked they would need four times the memory."""
     experts, out, inner = shape
-    kind, more = PACKED[s.weights]
+    kind, more = PACKED[format]
 
     def codes(*sizes):
         return torch.randint(0, 256, sizes, dtype=torch.uint8, device=s.device)
@@ -91,14 +92,20 @@ def _random(s: Settings, config, options: dict) -> nn.Module:
             return AutoModelForCausalLM.from_config(config, **options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
-    hf.set_packed(model, lambda _, shape: _random_packed(shape, s, options["dtype"]))
+    hf.set_packed(model, lambda _, shape: _random_packed(shape, s.weights, s, options["dtype"]))
+    if s.dense:
+        dense.replace(
+            model, lambda weight: _random_packed((1, *weight.shape), s.dense, s, options["dtype"])
+        )
+    embedding = model.get_input_embeddings()
     for module in model.modules():
-        module._is_hf_initialized = False
+        module._is_hf_initialized = isinstance(module, dense.PackedLinear)
+        device = "cpu" if s.offload_embedding and module is embedding else s.device
         for tensors in (module._parameters, module._buffers):
             for name, value in tensors.items():
                 if value is not None and value.is_meta:
-                    empty = torch.empty_like(value, device=s.device)
-                    tensors[name] = nn.Parameter(empty) if tensors is module._parameters else empty
+                    zeros = torch.zeros_like(value, device=device)
+                    tensors[name] = nn.Parameter(zeros) if tensors is module._parameters else zeros
     model.initialize_weights()
     return model
 
@@ -135,10 +142,16 @@ def build(s: Settings) -> nn.Module:
             "experts_implementation": s.experts,
         }
         if s.config:
-            return _random(s, config, options)
+            model = _random(s, config, options)
+            if s.dense and not s.weights:
+                dense.pack(model)
+            return model
         options |= {"local_files_only": True, "device_map": {"": s.device}}
         options |= _quantisation(s, config)
-        return AutoModelForCausalLM.from_pretrained(s.model, config=config, **options)
+        model = AutoModelForCausalLM.from_pretrained(s.model, config=config, **options)
+        if s.dense:
+            dense.pack(model)
+        return model
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(f"cannot build the model: {first_line(error)}") from error
 
@@ -155,11 +168,7 @@ def experts_of(model: nn.Module, s: Settings) -> list[nn.Module]:
 
 def _projections(model: nn.Module) -> list[str]:
     """The names of the linear layers of attention."""
-    names = (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    found = sorted({name.rpartition(".")[2] for name in names if "attn" in name})
-    if not found:
-        raise UserError("the model has no linear layers whose names contain attn")
-    return found
+    return sorted({name.rpartition(".")[2] for name in dense.attention_of(model)})
 
 
 def add_factors(model: nn.Module, s: Settings):

@@ -74,6 +74,9 @@ class Settings:
     weights: str = _option(
         "", "format of the experts; empty: bf16 (fp32 on the CPU)", None, WEIGHTS
     )
+    dense: str = _option("", "format of attention's linear layers; empty: bf16", None, ("", "nf4"))
+    unpack_mib: int = _option(0, "unpack at most so much at a time; 0: a layer's experts", 0)
+    logits: int = _option(256, "tokens whose logits exist at a time", 1)
     factors: str = _option("fp32", "dtype of the factors", choices=("fp32", "bf16"))
     experts: str = _option(OWN, "transformers' experts_implementation, for a comparison")
     attention: str = _option("", "transformers' attn_implementation; empty: by model and device")
@@ -112,6 +115,7 @@ FREE = {"out", "save_every", "cap_gib", "beside", "merge", "resume", "json"}
 EITHER = (
     ("merge", "beside", "merging takes away the factors that it times"),
     ("merge", "offload_embedding", "a merged model has its embedding"),
+    ("merge", "dense", "a merged model has unpacked weights"),
     ("beside", "weights", "transformers' experts take no packed weights"),
 )
 

@@ -13,6 +13,7 @@ for package in ("transformers", "accelerate", "peft"):
 from finetune import main  # noqa: E402
 from lm.errors import UserError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from sonicmoe_cpp import packed  # noqa: E402
 from sonicmoe_cpp.integrations import hf  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
@@ -21,7 +22,7 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from tune import loss, memory, run  # noqa: E402
+from tune import dense, loss, memory, run  # noqa: E402
 from tune import model as tune_model  # noqa: E402
 from tune.settings import parse  # noqa: E402
 
@@ -176,6 +177,46 @@ def test_packed_weights_of_a_config_and_of_a_folder(weights, text, tmp_path):
     assert merged.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
 
 
+def test_packed_attention_of_a_config_and_of_a_folder(text, tmp_path):
+    """4 projections of 64 x 64, 64 x 64 and two of 32 x 64 in each of 2 layers, with an absmax of 4
+    bytes for 64 elements."""
+    options = {"dense": "nf4", "weights": "nf4", "steps": 2, "logits": 16, "unpack_mib": 1}
+    assert finetune(text, tmp_path / "a", "--offload-embedding", **options) == 0
+    found, count = report(tmp_path / "a"), 2 * 3 * 64 * 64
+    before = parse(flags(**OPTIONS | {"weights": "nf4"}))
+    plain = tune_model.build(before)
+    tune_model.offload_embedding(plain.requires_grad_(False))
+    want = memory.predict(plain, tune_model.experts_of(plain, before), before)["other weights"]
+    got = found["predicted_bytes"]
+    assert got["other weights"] == want - 4 * count + count // 2 + count // 16
+    assert got["unpacked weights"] == 3 * 16 * 64 * 64 * 4 + 64 * 64 * 4
+    assert got["logits"] == 16 * 256 * 16
+    assert len(factors(tmp_path / "a")) == 24
+    assert all(t.abs().max() > 0 for name, t in factors(tmp_path / "a").items() if "attn" in name)
+    folder = tmp_path / "model"
+    plain = tune_model.build(parse(flags(**OPTIONS)))
+    plain.save_pretrained(folder)
+    settings = parse(flags(**OPTIONS | {"config": "", "model": folder, "dense": "nf4"}))
+    model = tune_model.build(settings)
+    for (name, want), got in zip(
+        dense.attention_of(plain).items(), dense.attention_of(model).values(), strict=True
+    ):
+        assert torch.equal(got.weight, packed.pack_nf4(want.weight[None]).unpack()[0]), name
+
+
+def test_packed_linear_layers_have_the_gradients_of_unpacked_ones():
+    linear = torch.nn.Linear(64, 48)
+    model = torch.nn.ModuleDict({"attn": linear})
+    dense.pack(model)
+    x = torch.randn(3, 5, 64, requires_grad=True)
+    out = model["attn"](x)
+    weight = packed.pack_nf4(linear.weight.detach()[None]).unpack()[0]
+    want = torch.nn.functional.linear(x, weight, linear.bias.detach())
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, x, grad)[0]
+    assert torch.equal(out, want) and torch.equal(got, torch.autograd.grad(want, x, grad)[0])
+
+
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_the_loss_in_chunks_has_the_gradients_of_the_whole(chunk):
     grads = []
@@ -195,7 +236,7 @@ def test_a_loss_of_scaled_logits_stays_the_models_own():
     model = tune_model.build(parse(flags(**OPTIONS)))
     own = model.loss_function
     model.loss_function = lambda logits, *others, **more: own(30 * logits, *others, **more)
-    assert not loss.use_chunks(model, memory.CHUNK)
+    assert not loss.use_chunks(model, 256)
     ids = torch.arange(8)[None]
     assert model(input_ids=ids).logits.shape[-1] == 256
 
