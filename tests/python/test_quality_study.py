@@ -1,6 +1,7 @@
 """The studies of quality: their plan, their model, and a small one from begin to end."""
 
 import json
+import shutil
 
 import demo_support  # noqa: F401 (finds the examples)
 import numpy as np
@@ -162,3 +163,16 @@ def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     assert "7 of 15 runs are left" in capsys.readouterr().out
     with pytest.raises(UserError, match="with other settings; choose another --out"):
         quality_study.run_studies([*given, "--lr", "0.1"])
+
+
+def test_a_failed_run_leaves_the_others(parts, tmp_path, capsys):
+    for path in parts.iterdir():
+        if not path.name.startswith("documentation"):
+            shutil.copy(path, tmp_path)
+    out = tmp_path / "study"
+    given = ["finetune", "--text", str(tmp_path), "--out", str(out), *TINY, "--variants", "full"]
+    assert quality_study.run_studies(given) == 1
+    assert "-full-seed0: " in (sentence := capsys.readouterr().err)
+    assert "has 0 tokens of documentation-train" in sentence
+    (record,) = map(json.loads, (out / "runs.jsonl").open())
+    assert record["name"] == "pretrain-fp8-study-tiny-seed0"
