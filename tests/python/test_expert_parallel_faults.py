@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from sonicmoe_cpp import Activation
-from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, _peers, transport
+from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, _health, transport
 
 pytestmark = pytest.mark.slow
 SIZE = 3
@@ -100,15 +100,15 @@ def restarted(rank, size, folder, late):
     """As after a restart by torchrun, whose store survives: it has a failure of rank 1 and the
     process of rank 1, from before this attempt. Rank 1 is so late that the others read it."""
     if rank == 1:
-        before = _peers.Peers(dist.group.WORLD)
+        before = _health.RankHealth(dist.group.WORLD)
         ended = subprocess.Popen(["true"])
         ended.wait()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_peers.Process, "now", lambda: 0)
+            patch.setattr(_health.Process, "now", lambda: 0)
             before.this = before.this._replace(pid=ended.pid)
             before._write("process/1", [*before.this, 0])
-            before.failed(_peers.FOR_GOOD, "in the attempt before")
-        _peers._made.clear()
+            before.failed(_health.FOR_GOOD, "in the attempt before")
+        _health._made.clear()
     dist.barrier()
     if late == "at first" and rank == 1:
         time.sleep(2.5 * _group.PATIENCE)
@@ -393,7 +393,7 @@ SIZES = {"num_experts": 12, "top_k": 3, "hidden_size": 24, "intermediate_size": 
 
 def other_options(rank, size, folder):
     """Rank 1 alone has another value of one option; each option in a group of its own."""
-    _peers.GRACE = 0.0
+    _health.GRACE = 0.0
     found = {}
     for name, value in DIFFERENT.items():
         options = SIZES | {"group": dist.new_group(range(size))}
@@ -405,7 +405,7 @@ def other_options(rank, size, folder):
                 layer(torch.zeros(4, 24))
             else:
                 ExpertParallelMoE(**options)
-        except _peers.ExpertParallelError as error:
+        except _health.ExpertParallelError as error:
             found[name] = str(error)
     return found
 
@@ -422,7 +422,7 @@ def test_ranks_with_other_options(tmp_path):
 
 
 def another_activation(rank, size, folder):
-    _peers.GRACE = 0.0
+    _health.GRACE = 0.0
     world = functions.World(rank, size, "cpu", folder, saves=False)
     found = {}
     options = {"activation": "geglu", "gate_layout": "interleaved"}
@@ -436,7 +436,7 @@ def another_activation(rank, size, folder):
             mine.options[option] = value
         try:
             functions.by_ids(mine, dist.new_group(range(size)))
-        except _peers.ExpertParallelError as error:
+        except _health.ExpertParallelError as error:
             found[name] = str(error)
     return found
 

@@ -11,7 +11,7 @@ import worlds
 from sonicmoe_cpp.distributed import (
     ExpertParallelError,
     _group,
-    _peers,
+    _health,
     moe_expert_parallel,
     moe_pairs_expert_parallel,
 )
@@ -79,7 +79,7 @@ def changes(rank: int, transport: str, others: tuple) -> dict:
 
 
 def over_gloo(rank, size, folder):
-    _peers.GRACE = _group.PATIENCE = 0.05  # both ranks refuse at once
+    _health.GRACE = _group.PATIENCE = 0.05  # both ranks refuse at once
     return changes(rank, "all_to_all", OTHER)
 
 

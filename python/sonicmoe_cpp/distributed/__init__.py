@@ -6,7 +6,7 @@ if _library.PROBLEM is not None:
     raise ImportError(_library.PROBLEM)
 
 from . import _compiled as _compiled
-from ._peers import ExpertParallelError
+from ._health import ExpertParallelError
 from .clip import clip_grad_norm_
 from .layer import moe_expert_parallel, moe_pairs_expert_parallel
 from .module import ExpertParallelMoE

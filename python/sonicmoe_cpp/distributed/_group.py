@@ -17,7 +17,7 @@ from torch import Tensor
 # Activation checkpointing raises this error to end a recomputation, at the same place on all ranks.
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ._peers import FOR_GOOD, ExpertParallelError, Peers
+from ._health import FOR_GOOD, ExpertParallelError, RankHealth
 
 # A rank waits for a collective in intervals of SLICE seconds; Ctrl-C acts between them.
 SLICE = 0.25
@@ -69,7 +69,7 @@ class Group:
         self._inside = False
         self.broken: str | None = None
         self.memory: dict = {}  # by dtype: PeerBuffers, which the group's layers share
-        self.peers = Peers(group)
+        self.health = RankHealth(group)
 
     def __deepcopy__(self, _memo) -> Group:
         return self
@@ -146,18 +146,18 @@ class Group:
         except BaseException as error:
             sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500].rstrip(": ")
             left = self.exchanges != before
-            self.peers.failed(FOR_GOOD if left else self.moment, sentence)
+            self.health.failed(FOR_GOOD if left else self.moment, sentence)
             if left and self.broken is None:
                 self.broken = sentence
                 self._abort()
-                self.peers.let_others_read()
+                self.health.let_others_read()
             raise
 
     def _fail(self, sentence: str) -> None:
-        self.broken = f"expert parallelism, call {self.calls} on rank {self.peers.me}: {sentence}"
-        self.peers.failed(FOR_GOOD, sentence)
+        self.broken = f"expert parallelism, call {self.calls} on rank {self.health.me}: {sentence}"
+        self.health.failed(FOR_GOOD, sentence)
         self._abort()
-        self.peers.let_others_read()
+        self.health.let_others_read()
         raise ExpertParallelError(self.broken) from None
 
     def _abort(self) -> None:
@@ -182,16 +182,18 @@ class Group:
             if waited < (asked + 1) * patience:
                 continue
             if asked == 0:
-                self.peers.waits(self.exchanges, self._place)
+                self.health.waits(self.exchanges, self._place)
             asked += 1
-            problem = self.peers.problem(moment)
+            problem = self.health.problem(moment)
             if problem is not None:
                 # The rank may have ended after it had sent its part of this collective.
                 if self._ended(work, device, min(SLICE, timeout)):
                     break
                 self._fail(problem)
             if waited > timeout:
-                self._fail(f"{self.peers.absent(self.exchanges, self._place)} within {timeout:g} s")
+                self._fail(
+                    f"{self.health.absent(self.exchanges, self._place)} within {timeout:g} s"
+                )
         if device.type == "cuda":
             self._complete(work)
 
@@ -217,7 +219,7 @@ class Group:
 
     def _transport_failed(self, error: RuntimeError) -> None:
         reason = str(error).splitlines()[0][:200]
-        self._fail(self.peers.cause(self.moment) or f"the transport failed: {reason}")
+        self._fail(self.health.cause(self.moment) or f"the transport failed: {reason}")
 
     # ---- exchanges -------------------------------------------------------------------------------
 
@@ -274,8 +276,8 @@ class Group:
         be compared."""
         if not self._met:
             self._met = True
-            self.peers.meet(
-                self.read_all(MEETING, self.peers.introduction(), values.device, timeout)
+            self.health.meet(
+                self.read_all(MEETING, self.health.introduction(), values.device, timeout)
             )
             if values.device.type == "cuda":
                 self._connect(values.device, timeout)
@@ -309,12 +311,12 @@ class Group:
 
     def agree(self, names: tuple[str, ...], mine: tuple, of_ranks: list) -> None:
         """Raises if another rank has other values than this rank."""
-        for rank, theirs in zip(self.peers.ranks, of_ranks, strict=True):
+        for rank, theirs in zip(self.health.ranks, of_ranks, strict=True):
             for name, own, other in zip(names, mine, theirs, strict=True):
                 if own != other:
                     self._fail(
                         f"all ranks must make the same calls, but {name} is {other} on rank {rank} "
-                        f"and {own} on rank {self.peers.me}"
+                        f"and {own} on rank {self.health.me}"
                     )
 
 

@@ -150,13 +150,13 @@ class PeerBuffers:
         return None
 
     def _sentence(self, rank: int, code: int) -> str:
-        who = self.group.peers.ranks[rank]
+        who = self.group.health.ranks[rank]
         return f"peer memory cannot be used: rank {who} {PROBLEMS[code]}"
 
     def _explain(self, way, error: Exception) -> None:
         """Warns of the error on this rank. The other ranks get only the number of the problem."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        text = f"{way.name} cannot be used on rank {self.group.peers.me}: {reason}"
+        text = f"{way.name} cannot be used on rank {self.group.health.me}: {reason}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _open_by(self, way, shape: Shape, size: int, timeout: float) -> str | None:

@@ -16,7 +16,7 @@ from .. import _autograd, _checks, _ops
 from .._call import NEEDS, Call
 from .._checks import FLOATS
 from ._group import FORWARD, RESET, Group, group_of
-from ._peers import ExpertParallelError
+from ._health import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
 from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
 
@@ -191,14 +191,14 @@ class PeerMemory(Transport):
             raise
 
     def _fault(self, sentence: str) -> ExpertParallelError:
-        peers = self.group.peers
+        health = self.group.health
         sentence = _ADVICE.sub("", sentence)
-        # The exchange numbers ranks within the group, Peers within the whole job.
-        sentence = _RANK.sub(lambda found: f"rank {peers.ranks[int(found[1])]}", sentence)
-        cause = peers.problem(self.group.moment_before)
+        # The exchange numbers ranks within the group, RankHealth within the whole job.
+        sentence = _RANK.sub(lambda found: f"rank {health.ranks[int(found[1])]}", sentence)
+        cause = health.problem(self.group.moment_before)
         sentence += f" ({cause})" if cause else ""
-        peers.failed(self.group.moment, sentence)
-        at = f"expert parallelism, call {self.group.calls} on rank {peers.me}"
+        health.failed(self.group.moment, sentence)
+        at = f"expert parallelism, call {self.group.calls} on rank {health.me}"
         return ExpertParallelError(f"{at}: {sentence}. {ADVICE}")
 
     def check(self) -> None:

@@ -71,7 +71,7 @@ def _listed(ranks: list) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-class Peers:
+class RankHealth:
     """Finds out what happened to the other ranks of a group. Ranks are numbered within the job.
 
     A rank that has waited for a long time, or has failed, writes this to the group's store. For
