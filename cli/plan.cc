@@ -371,8 +371,8 @@ Command add_plan(CLI::App& app) {
     }
     if (o->finetune.plan != FinetunePlan{}) {
       checks::refuse(
-          "finetune is absent, so sequence, batch, rank, weights, factors, optimizer and "
-          "no-checkpointing must be absent");
+          "finetune is absent, so sequence, batch, rank, weights, factors, optimizer, dense, "
+          "unpack-mib, logits, offload-embedding and no-checkpointing must be absent");
     }
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);

@@ -88,6 +88,10 @@ Json document(const FinetuneOptions& o, const Planned& p) {
           {"weights", o.plan.weights},
           {"factors", o.plan.factors},
           {"optimizer", o.plan.optimizer},
+          {"dense", o.plan.dense},
+          {"unpack_mib", o.plan.unpack_mib},
+          {"logits", o.plan.logits},
+          {"offload_embedding", o.plan.offload_embedding},
           {"checkpointing", o.plan.checkpointing},
           {"trained_parameters", p.cost.trained},
           {"memory_bytes", memory},
@@ -140,7 +144,13 @@ void FinetuneOptions::add_to(Command& command) {
   command.option("--weights", plan.weights,
                  "With --finetune: experts in bf16, nf4, nf4-nested, mxfp4 or fp8");
   command.option("--factors", plan.factors, "With --finetune: factors in fp32 or bf16");
-  command.option("--optimizer", plan.optimizer, "With --finetune: adamw or adamw-8bit");
+  command.option("--optimizer", plan.optimizer, "With --finetune: adamw, adamw-8bit or adafactor");
+  command.option("--dense", plan.dense, "With --finetune: attention in bf16 or nf4");
+  command.option("--unpack-mib", plan.unpack_mib,
+                 "With --finetune: most experts unpacked at a time; 0: those of a layer");
+  command.option("--logits", plan.logits, "With --finetune: tokens whose logits exist at a time");
+  command.flag("--offload-embedding", plan.offload_embedding,
+               "With --finetune: the embedding is in the memory of the CPU");
   command.flag("--checkpointing,!--no-checkpointing", plan.checkpointing,
                "With --finetune: layers keep only their inputs for backward");
 }

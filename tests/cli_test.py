@@ -219,10 +219,13 @@ class CliTest(unittest.TestCase):
         for sentence, more in (
             ('factors is "f16", must be one of: fp32, bf16', ("olmoe", "--factors", "f16")),
             (
-                'optimizer is "lion", must be one of: adamw, adamw-8bit',
+                'optimizer is "lion", must be one of: adamw, adamw-8bit, adafactor',
                 ("olmoe", "--optimizer", "lion"),
             ),
             ("rank is 0, must be at least 1", ("olmoe", "--rank", "0")),
+            ("logits is 0, must be at least 1", ("olmoe", "--logits", "0")),
+            ("unpack-mib is -1, must be at least 0", ("olmoe", "--unpack-mib", "-1")),
+            ('dense is "int8", must be one of: bf16, nf4', ("olmoe", "--dense", "int8")),
             ("finetune is given, so config and shape must be absent", ("olmoe", *SMALL)),
             (
                 'finetune is given, so backend must be absent, is "cuda"',
@@ -231,8 +234,8 @@ class CliTest(unittest.TestCase):
         ):
             self.refused(sentence, *plan, *more)
         sentence = (
-            "finetune is absent, so sequence, batch, rank, weights, factors, optimizer and "
-            "no-checkpointing must be absent"
+            "finetune is absent, so sequence, batch, rank, weights, factors, optimizer, dense, "
+            "unpack-mib, logits, offload-embedding and no-checkpointing must be absent"
         )
         for more in (("--rank", "8"), ("--no-checkpointing",)):
             self.refused(sentence, "plan", *more)

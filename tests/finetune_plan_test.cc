@@ -61,6 +61,27 @@ TEST(FinetunePlan, OptionsChangeTheirItems) {
   }
 }
 
+TEST(FinetunePlan, LessMemoryOfOtherWeightsOfUnpackedOnesAndOfLogits) {
+  FinetunePlan plan = kPlan;
+  plan.optimizer = "adafactor", plan.dense = "nf4", plan.logits = 8;
+  plan.offload_embedding = true;
+  std::map<std::string, double> memory = by_name(finetune_cost(kModel, plan, kMachine).memory);
+  EXPECT_EQ(memory["optimizer"], 0);
+  EXPECT_EQ(memory["other weights"], 384 * 0.5625 + (100 * 8 + 2 * 4 * 8) * 2);
+  EXPECT_EQ(memory["logits"], 8 * 100 * 12);
+  // A layer of 4 experts of 3 * 1024 * 1024 elements, in MiB: 24; w_up of an expert: 4.
+  const ModelShape large{2, 1024, 100, 8, 4, 4, 2, 1024};
+  const std::pair<std::int64_t, double> limits[] = {{0, 24}, {3, 4}, {10, 10}, {30, 24}};
+  for (const auto& [limit, mib] : limits) {
+    plan.unpack_mib = limit;
+    const FinetuneCost cost = finetune_cost(large, plan, kMachine);
+    EXPECT_EQ(by_name(cost.memory)["unpacked weights"], mib * 1048576);
+    const double times = mib < 24 ? 3 : 2;  // forward, recomputation and backward
+    EXPECT_NEAR(by_name(cost.step)["unpacking"] * 1e12, times * 2 * 4 * 3 * 1048576 * (0.5625 + 2),
+                1.0);
+  }
+}
+
 TEST(FinetunePlan, TimesAreWhatAHandComputes) {
   const FinetuneCost cost = finetune_cost(kModel, kPlan, kMachine);
   std::map<std::string, double> step = by_name(cost.step);

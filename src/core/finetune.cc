@@ -33,7 +33,7 @@ constexpr Format kFormats[] = {{"bf16", 2.0},
                                {"mxfp4", 0.5 + 1.0 / 32},
                                {"fp8", 1.0 + 4.0 / (128 * 128)}};
 constexpr Format kFactors[] = {{"fp32", 4.0}, {"bf16", 2.0}};
-constexpr std::int64_t kChunk = 256;  // tokens whose logits exist at a time
+constexpr Format kDense[] = {{"bf16", 2.0}, {"nf4", 0.5 + 4.0 / 64}};
 
 template <class Rows>
 const auto& row(const char* what, const Rows& rows, const std::string& name) {
@@ -57,7 +57,7 @@ Letters letters_of(const ModelShape& m, const FinetunePlan& p) {
   const std::pair<const char*, std::int64_t> given[] = {
       {"layers", m.layers},     {"hidden", m.hidden},   {"vocab", m.vocab}, {"queries", m.queries},
       {"keys", m.keys},         {"experts", m.experts}, {"top_k", m.top_k}, {"width", m.width},
-      {"sequence", p.sequence}, {"batch", p.batch},     {"rank", p.rank}};
+      {"sequence", p.sequence}, {"batch", p.batch},     {"rank", p.rank},   {"logits", p.logits}};
   for (const auto& [name, value] : given) {
     checks::at_least(name, value, 1);
     checks::below_2_31(name, value);
@@ -84,9 +84,17 @@ struct ElementBytes {
 
 ElementBytes element_bytes(const FinetunePlan& p) {
   const double factor = row("factors", kFactors, p.factors).bytes;
-  const std::array<Format, 2> optimizers = {{{"adamw", factor}, {"adamw-8bit", 1.0}}};
+  const std::array<Format, 3> optimizers = {
+      {{"adamw", factor}, {"adamw-8bit", 1.0}, {"adafactor", 0.0}}};
   return {row("weights", kFormats, p.weights).bytes, factor,
           row("optimizer", optimizers, p.optimizer).bytes};
+}
+
+/// Bytes of unpacked experts at a time: those of a layer, or fewer, but at least one expert's w_up.
+double unpacked_bytes(const FinetunePlan& p, const Letters& s) {
+  if (p.weights == "bf16") return 0;
+  const double layer = s.E * 3 * s.n * s.d * 2, limit = static_cast<double>(p.unpack_mib) * 1048576;
+  return p.unpack_mib == 0 ? layer : std::min(layer, std::max(limit, 2 * s.n * s.d * 2));
 }
 
 void add_memory(const ModelShape& m, const FinetunePlan& p, const Letters& s, FinetuneCost& cost) {
@@ -97,18 +105,16 @@ void add_memory(const ModelShape& m, const FinetunePlan& p, const Letters& s, Fi
   const double input = s.T * s.d * 2, needed = input + attention + s.C * 2 * s.n * 2;
   const double kept = p.checkpointing ? s.L * input : (s.L - 1) * needed;
   const double layer = s.C * (5 * s.n + s.d) * 2 + attention;
-  const double logits = std::min(s.T, static_cast<double>(kChunk)) * s.V * 12;
-  const double others = s.attention() + s.V * s.d * (m.tied ? 1 : 2) + s.L * s.E * s.d;
+  const double logits = std::min(s.T, static_cast<double>(p.logits)) * s.V * 12;
+  const double tables = m.tied || p.offload_embedding ? 1 : 2;  // embedding and head
+  const double others = s.attention() * row("dense", kDense, p.dense).bytes +
+                        (s.V * s.d * tables + s.L * s.E * s.d) * 2;
   const double gradients = s.factors() * factor;
-  cost.memory = {{"experts", s.weights() * weight},
-                 {"other weights", others * 2},
-                 {"factors", s.factors() * factor},
-                 {"gradients", gradients},
-                 {"optimizer", s.factors() * 2 * moment},
-                 {"kept of layers", kept},
-                 {"one layer in backward", layer},
-                 {"logits", logits},
-                 {"unpacked weights", p.weights == "bf16" ? 0.0 : s.E * 3 * s.n * s.d * 2}};
+  cost.memory = {{"experts", s.weights() * weight},         {"other weights", others},
+                 {"factors", s.factors() * factor},         {"gradients", gradients},
+                 {"optimizer", s.factors() * 2 * moment},   {"kept of layers", kept},
+                 {"one layer in backward", layer},          {"logits", logits},
+                 {"unpacked weights", unpacked_bytes(p, s)}};
   // Backward frees what layers kept while it makes gradients. Logits are gone before the first
   // layer's backward.
   cost.peak = std::max(gradients, kept) + std::max(layer, logits);
@@ -146,8 +152,10 @@ void add_times(const ModelShape& m, const FinetunePlan& p, const Letters& s, con
   const double elementwise = s.T * (20 * s.d + 14 * s.q + 10 * s.kv) * (passes + 1) * byte;
   const double head = 2 * s.T * s.d * s.V * 3 * flop;
   const auto [weight, factor, moment] = element_bytes(p);
-  const double unpacking =  // in forward and in backward
-      p.weights == "bf16" ? 0.0 : 2 * s.weights() * (weight + 2) * byte;
+  // In forward and in backward; a few experts at a time in each recomputation, too.
+  const bool in_parts = unpacked_bytes(p, s) < s.E * 3 * s.n * s.d * 2;
+  const double unpacking =
+      p.weights == "bf16" ? 0.0 : (in_parts ? passes + 1 : 2) * s.weights() * (weight + 2) * byte;
   const double optimizer = s.factors() * (3 * factor + 4 * moment) * byte;
   cost.step = {{"experts", s.L * experts},   {"factors", s.L * low_rank},
                {"unpacking", unpacking},     {"attention", s.L * (dense + scores)},
@@ -163,6 +171,10 @@ std::span<const NamedModel> named_models() { return kModels; }
 ModelShape model_from_name(const std::string& name) { return row("model", kModels, name).shape; }
 
 FinetuneCost finetune_cost(const ModelShape& m, const FinetunePlan& p, const Machine& machine) {
+  checks::at_least("unpack-mib", p.unpack_mib, 0);
+  if (m.tied && p.offload_embedding) {
+    checks::refuse("offload-embedding is given, must be absent: the model's head is its embedding");
+  }
   const Letters s = letters_of(m, p);
   FinetuneCost cost;
   cost.trained = static_cast<std::int64_t>(s.factors());

@@ -29,10 +29,15 @@ ModelShape model_from_name(const std::string& name);
 
 struct FinetunePlan {
   std::int64_t sequence = 4096, batch = 1, rank = 16;
-  std::string weights = "bf16";     ///< format of the experts: bf16, nf4, nf4-nested, mxfp4, fp8
-  std::string factors = "fp32";     ///< dtype of factors and gradients: fp32, bf16
-  std::string optimizer = "adamw";  ///< adamw: two moments in the factors' dtype; adamw-8bit
-  bool checkpointing = true;        ///< layers keep only their inputs
+  std::string weights = "bf16";  ///< format of the experts: bf16, nf4, nf4-nested, mxfp4, fp8
+  std::string factors = "fp32";  ///< dtype of factors and gradients: fp32, bf16
+  /// adamw: two moments in the factors' dtype; adamw-8bit; adafactor: nearly none
+  std::string optimizer = "adamw";
+  std::string dense = "bf16";      ///< format of attention's weights: bf16, nf4
+  std::int64_t unpack_mib = 0;     ///< most unpacked experts at a time; 0: those of a layer
+  std::int64_t logits = 256;       ///< tokens whose logits exist at a time
+  bool offload_embedding = false;  ///< the embedding is in the memory of the CPU
+  bool checkpointing = true;       ///< layers keep only their inputs
 
   bool operator==(const FinetunePlan&) const = default;
 };
