@@ -4,10 +4,21 @@ peer memory, for which exchange_fake.py stands."""
 import exchange_fake
 import pytest
 import sonicmoe_cpp as smoe
-import test_saved_tensors as saved_tensors
 import torch
 import torch.distributed as dist
 import worlds
+from changed_tensors import (
+    OTHER,
+    REFUSED,
+    SAME,
+    differentiated,
+    empty,
+    flat,
+    freed,
+    half_freed,
+    on_meta,
+    truncated,
+)
 from sonicmoe_cpp.distributed import (
     ExpertParallelError,
     _group,
@@ -15,14 +26,14 @@ from sonicmoe_cpp.distributed import (
     moe_expert_parallel,
     moe_pairs_expert_parallel,
 )
-from test_saved_tensors import OTHER, REFUSED, SAME, E, K, T
 
 pytestmark = pytest.mark.slow
 SIZE = 2
+E, K, T = 4, 2, 24
 # The stand-in for the exchange does not read H, and it would read freed metadata. So over peer
 # memory only changes are tried that the code around it sees.
-SEEN = (saved_tensors.truncated, saved_tensors.empty, saved_tensors.flat, saved_tensors.on_meta)
-FREED = (saved_tensors.freed, saved_tensors.half_freed)
+SEEN = (truncated, empty, flat, on_meta)
+FREED = (freed, half_freed)
 # After these a gradient is equal, if there is one: the tensor was not changed, or is not read.
 UNREAD = (*SEEN, *FREED)
 
@@ -46,11 +57,9 @@ def layer(rank: int, group, transport: str, pairs: bool):
 
 
 def gradients(rank: int, transport: str, pairs: bool, change, only=None):
-    """Those of a group of its own, which a refusal may break. As saved_tensors.differentiated()."""
+    """Those of a group of its own, which a refusal may break. Otherwise differentiated()."""
     group = dist.new_group()
-    return saved_tensors.differentiated(
-        lambda _: layer(rank, group, transport, pairs), "cpu", change, only
-    )
+    return differentiated(lambda _: layer(rank, group, transport, pairs), "cpu", change, only)
 
 
 def changes(rank: int, transport: str, others: tuple) -> dict:
@@ -70,7 +79,7 @@ def changes(rank: int, transport: str, others: tuple) -> dict:
                     counts["refused"] += 1
                     continue
                 counts["taken"] += 1
-                assert change is not saved_tensors.on_meta or not changed, only
+                assert change is not on_meta or not changed, only
                 for a, b in zip(got, want, strict=True):
                     assert a.shape == b.shape, (change.__name__, only)
                     if change in UNREAD:
@@ -96,7 +105,7 @@ def test_each_saved_tensor_changed(function, tmp_path):
 
 
 def pairs_changed(rank, size, folder):
-    """As saved_tensors.test_pairs_changed()."""
+    """As test_pairs_changed() of test_saved_tensors.py."""
     torch.manual_seed(rank)
     x = torch.randn(T, 24)
     experts = torch.randn(E // SIZE, 32, 24), torch.randn(E // SIZE, 24, 16)
@@ -111,7 +120,7 @@ def pairs_changed(rank, size, folder):
     for at in range(3):
         for change in SAME:
             assert torch.equal(run(at, change), want), (at, change.__name__)
-        for change in (saved_tensors.truncated, *FREED, saved_tensors.on_meta):
+        for change in (truncated, *FREED, on_meta):
             with pytest.raises(REFUSED):
                 run(at, change)
     for change in FREED:
@@ -130,7 +139,7 @@ def shortens_h(rank, size, folder):
     """Rank 1 alone loses rows of H. An exchange would take the number of rows from its shape."""
     exchange_fake.install()
     h = 24  # the number of rows that both ranks get
-    cut = saved_tensors.truncated if rank == 1 else lambda t: t
+    cut = truncated if rank == 1 else lambda t: t
 
     def change(t):
         return cut(t) if t.dim() == 2 and t.shape[1] == 32 and t.shape[0] >= h else t
