@@ -2,6 +2,7 @@
 """Measures how one layer and how training scale over the GPUs of this machine: scaling.json.
 
     python benchmarks/scaling.py layers      the layer under expert parallelism, beside NCCL
+    python benchmarks/scaling.py fp8         the layer in fp8 and in bf16, over most GPUs and alone
     python benchmarks/scaling.py training    tokens a day of the 7B model
 
 Each command ends within --seconds (less than ten minutes) and needs no supervision. It measures
@@ -36,6 +37,13 @@ LAYERS = ("qwen3-235b-T8192", "qwen3-30b-T8192", "7B-n256-T8192", "30B-n256-T819
 # With eight ranks: time over the layer alone.
 OVER_ALONE = {"qwen3-235b-T8192": 1.12, "qwen3-30b-T8192": 1.25}
 OVER_RIVALS = 1.25
+# Pairs of names in rivals.in_fp8(): bf16, fp8.
+FP8_OVER = {
+    "peer memory": ("ours_torch", "ours_fp8"),
+    "all-to-all": ("ours_all_to_all", "fp8_all_to_all"),
+    "alone": ("alone_torch", "alone_fp8"),
+}
+OF_FP8 = [name for pair in FP8_OVER.values() for name in pair]
 SCALING = ("weak", "strong")
 FACTS = ("model", "sequence", "policy", "settle", "warm_up")  # options that a row of training has
 # As in training.py. Memory that peers map may not come from expandable segments.
@@ -45,7 +53,7 @@ START = 30.0  # seconds that a measurement of training takes at least
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("layers", "training", "summary"))
+    parser.add_argument("what", choices=("layers", "fp8", "training", "summary"))
     parser.add_argument("--ranks", nargs="+", type=int, help="default: 1, 2, 4, ... GPUs")
     parser.add_argument("--layers", nargs="+", type=shapes.argument, default=list(LAYERS))
     parser.add_argument("--model", default="7B-n256")
@@ -111,7 +119,7 @@ class Driver(ep2.Driver):
         old = json.loads(path.read_text()) if path.exists() and not self.options.again else {}
         if any(old.get(key) != self.record[key] for key in ("device", "commit", "torch")):
             return {}
-        return {name: old[name] for name in ("layers", "training")}
+        return {name: old[name] for name in ("layers", "fp8", "training") if name in old}
 
     def missing(self, problem: str, name: str) -> None:
         self.record["problems"][name] = ep2.headline(problem)
@@ -150,6 +158,16 @@ class Driver(ep2.Driver):
         kept = {key: self.record[key] for key in ("device", "torch", "date", "commit")}
         path = Path(self.options.out).with_name("ranks.json")
         path.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+
+    def fp8(self) -> bool:
+        """Measures layers in bf16 and in fp8, over the most GPUs."""
+        self.options.gpus = max(self.options.ranks)
+        lines, problem = self.worker("fp8", self.options.layers, self.left())
+        self.record["fp8"] = [line for line in lines if "ours_fp8" in line]
+        if problem or len(self.record["fp8"]) < len(self.options.layers):
+            self.missing(problem or f"no time was left, or wrong results: {lines}", "fp8")
+        self.write()
+        return len(self.record["fp8"]) == len(self.options.layers)
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -233,6 +251,11 @@ def summary(record: dict) -> list[str]:
         line += f" (goal {OVER_ALONE[name]})" if eight and name in OVER_ALONE else ""
         line += f", others {best_rival(row) / ours:.2f} times ours"
         lines.append(line + (f" (goal {OVER_RIVALS})" if eight else ""))
+    for row in record.get("fp8", []):
+        times = {name: ep2.total(row[name]) for name in OF_FP8}
+        ratios = [f"{ways}: {times[a] / times[b]:.3f}" for ways, (a, b) in FP8_OVER.items()]
+        line = f"{row['config']} over {row['ranks']}, fp8's speed over bf16: {', '.join(ratios)}"
+        lines.append(f"{line} ({', '.join(f'{n} {ms:.2f} ms' for n, ms in times.items())})")
     for row in record["training"]:
         what = f"{row['model']} {row['scaling']} {row['parallel']} over {row['ranks']}"
         lines.append(f"{what}: {speed(row)}")
@@ -245,7 +268,7 @@ def main() -> int:
         print("\n".join(summary(json.loads(Path(options.out).read_text()))))
         return 0
     driver = Driver(options)
-    whole = driver.layers() if options.what == "layers" else driver.training()
+    whole = getattr(driver, options.what)()
     print("\n".join(summary(driver.record)), flush=True)
     return 0 if whole else 1
 

@@ -171,11 +171,8 @@ struct Exchanged {
 
 TEST(ChecksFp8, ExchangeRefusals) {
   expect_refusals<Exchanged>({
-      {[](Exchanged& c) {
-         c.problem.hidden = c.problem.width = 128;
-         c.problem.precision = Precision::kFp8;
-       },
-       "precision is fp8, must be tensors: an exchange has no fp8 products", Status::kUnsupported},
+      {[](Exchanged& c) { c.problem.precision = Precision::kFp8; },
+       "hidden is 8, must be a multiple of 64 for fp8", Status::kUnsupported},
   });
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from shapes import Shape, named
 
-TINY = {"tiny": Shape(96, 64, 32, 8, 2)}  # for a test without GPUs
+TINY = {"tiny": Shape(96, 128, 128, 8, 2)}  # for a test without GPUs
 
 
 def shape_of(config: str) -> Shape:

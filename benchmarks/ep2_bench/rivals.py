@@ -209,6 +209,24 @@ def ours(data: Data, **options) -> Tensor:
     return moe_expert_parallel(*tensors, timeout=60.0, **options)
 
 
+def in_fp8(data: Data, transport: str, capacity: float) -> dict:
+    """This library's layer in bf16 and in fp8, with weights that are quantised before the calls."""
+    with torch.no_grad():
+        codes = smoe.quantize_weights(data.w_up, data.w_down)
+    arena = {"transport": transport, "max_tokens": data.shape.T, "capacity": capacity}
+    rows = {"transport": "all_to_all"}
+    fp8 = {"precision": "fp8", "fp8_weights": codes}
+    routed = (data.x, data.local_ids, data.weights, data.w_up, data.w_down)
+    return {
+        "ours_torch": lambda: ours(data, **arena),
+        "alone_torch": lambda: alone(data),
+        "ours_fp8": lambda: ours(data, **arena, **fp8),
+        "alone_fp8": lambda: smoe.moe(*routed, **fp8),
+        "ours_all_to_all": lambda: ours(data, **rows),
+        "fp8_all_to_all": lambda: ours(data, **rows, **fp8),
+    }
+
+
 def contenders(data: Data, transport: str, capacity: float) -> dict:
     """Maps names to calls that return the output. The results of ours_torch are the reference."""
     arena = {"transport": transport, "max_tokens": data.shape.T, "capacity": capacity}

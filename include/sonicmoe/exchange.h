@@ -113,16 +113,17 @@ SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& probl
                                         const Exec& exec);
 
 /// The sizes of the buffers of a step, as moe_sizes(). `problem` describes this rank's tokens and
-/// all E experts, in the form kIds or kPairs, with Precision::kTensors; E must be a multiple of W.
-/// `rows` is the capacity: the largest number of rows that this rank's experts may get. In addition
-/// to the layer's metadata, saved has 12 bytes a row and one byte for each of W * max_tokens
-/// tokens. A step uses scratch until the end of kFinish.
+/// all E experts, in the form kIds or kPairs; E must be a multiple of W. `rows` is the capacity:
+/// the largest number of rows that this rank's experts may get. In addition to the layer's
+/// metadata, saved has 12 bytes a row and one byte for each of W * max_tokens tokens. A step uses
+/// scratch until the end of kFinish.
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 
-/// moe_forward() over all ranks. `args.weights` are this rank's E/W experts. x, routing and out
-/// belong to this rank's tokens, and expert ids are in [0, E). `problem` and `rows` are as in
-/// exchange_sizes().
+/// moe_forward() over all ranks. `args.weights` are this rank's E/W experts, and with
+/// Precision::kFp8 `args.fp8_weights` are their quantised weights: quantize_weights() of a problem
+/// with E/W experts. x, routing and out belong to this rank's tokens, and expert ids are in [0, E).
+/// `problem` and `rows` are as in exchange_sizes().
 ///
 /// The result equals the result of one process with all tokens and experts, except for one more
 /// rounding: a rank rounds its partial sum of a token to the dtype before it sends the sum. Partial

@@ -150,9 +150,13 @@ inline constexpr std::int64_t kRoutedRows = -1;
 struct ExchangeCall {
   OpenedExchange opened;
   Call call;
+  QuantisedWeights fp8;  ///< of this rank's experts
 
-  ExchangeCall(Layer& a, std::int64_t number)
-      : opened(Exchanges::of_process().at(number)), call(call_of(a)) {
+  ExchangeCall(Layer& a, std::int64_t number, const MaybeArray& fp8_weights,
+               const sonicmoe::Exec& exec)
+      : opened(Exchanges::of_process().at(number)),
+        call(call_of(a)),
+        fp8(call, fp8_weights, a.x, exec) {
     call.problem.experts *= opened.ranks;
   }
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
@@ -178,14 +182,15 @@ inline void end_forward(const ExchangeCall& c, std::int64_t rows, const sonicmoe
   }
 }
 
-using ExchangeInferenceCall = Joined<Layer, ExchangeNumber, ExchangeRows>;
+using ExchangeInferenceCall = Joined<Layer, ExchangeNumber, ExchangeRows, Fp8Argument>;
 
 inline Array exchange_inference(ExchangeInferenceCall& a) {
   const DeviceScope device(a.x);
-  const ExchangeCall c(a, a.exchange);
+  const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
                              {}};
+  args.fp8_weights = c.fp8.buffer();
   const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
   const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
                                               sonicmoe::Pass::kInference, device.exec());
@@ -195,21 +200,25 @@ inline Array exchange_inference(ExchangeInferenceCall& a) {
   return out;
 }
 
-using ExchangeForwardCall = Joined<Layer, MainGradients, ExchangeNumber, ExchangeRows>;
+using ExchangeForwardCall = Joined<Layer, MainGradients, ExchangeNumber, ExchangeRows, Fp8Argument>;
 
-/// (out, H, metadata). The number of rows of H is the row capacity of the step.
+/// (out, H, metadata). H.size(0) is the row capacity of the step, also if H is kept as codes: then
+/// H (rows, bytes) has at least the bytes of the codes and scales.
 inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
   const DeviceScope device(a.x);
-  const ExchangeCall c(a, a.exchange);
+  const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
   const auto& problem = c.call.problem;
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
                              {}};
+  args.fp8_weights = c.fp8.buffer();
   const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
   const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, rows, sonicmoe::Pass::kForward,
                                               device.exec());
+  const bool coded = keeps_codes(problem);
   const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
-  Array h = empty(a.x, {rows, width}, a.x.scalar_type());
+  Array h = coded ? empty(a.x, {rows, (sizes.h_bytes + rows - 1) / rows}, ScalarType::Byte)
+                  : empty(a.x, {rows, width}, a.x.scalar_type());
   Array saved = new_bytes(a.x, sizes.saved_bytes);
   const Scratch scratch(a.x, sizes.scratch_bytes);
   args.h = lend(h);
@@ -223,31 +232,33 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
 /// the same holds for dweights.
 struct RunTogether {
   std::int64_t exchange;
+  const MaybeArray& fp8_weights;
 
   void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                   const MaybeArray& dweights, sonicmoe::GradMode mode) const {
     const DeviceScope device(a.x);
-    const ExchangeCall c(a, exchange);
+    const ExchangeCall c(a, exchange, fp8_weights, device.exec());
     const std::int64_t rows = a.h.size(0);
     auto args = backward_args(a, c.call, grads, dx, dweights, mode);
     const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
                                                 sonicmoe::Pass::kBackward, device.exec());
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
+    args.fp8_weights = c.fp8.buffer();
     sonicmoe::exchange_backward(c.exchange(), c.call.problem, rows, args,
                                 sonicmoe::ExchangePart::kAll, device.exec());
   }
 };
 
-using ExchangeBackwardCall = Joined<BackwardCall, ExchangeNumber>;
-using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber>;
+using ExchangeBackwardCall = Joined<BackwardCall, ExchangeNumber, Fp8Argument>;
+using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber, Fp8Argument>;
 
 inline LayerGradients exchange_backward(ExchangeBackwardCall& a) {
-  return written_gradients(a, RunTogether{a.exchange});
+  return written_gradients(a, RunTogether{a.exchange, a.fp8_weights});
 }
 
 inline FreshGradients exchange_backward_accumulate(ExchangeAccumulateCall& a) {
-  return accumulated_gradients(a, RunTogether{a.exchange});
+  return accumulated_gradients(a, RunTogether{a.exchange, a.fp8_weights});
 }
 
 }  // namespace sonicmoe_torch

@@ -77,10 +77,6 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
     refuse(Status::kUnsupported,
            "form is grouped, must be ids or pairs: an exchange needs to know each token's experts");
   }
-  if (p.precision != Precision::kTensors) {
-    refuse(Status::kUnsupported,
-           "precision is fp8, must be tensors: an exchange has no fp8 products");
-  }
   if (p.up_rank != 0 || p.down_rank != 0) {
     refuse(Status::kUnsupported, "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
                                      std::to_string(p.down_rank) +
@@ -111,14 +107,14 @@ void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArg
                       ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_forward(own_problem(s, p), args, exec);
-  fp8_weights(p, args.fp8_weights, exec);
+  fp8_weights(own_problem(s, p), args.fp8_weights, exec);
 }
 
 void exchange_backward(const ExchangeShape& s, const Problem& p, const BackwardArgs& args,
                        ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_backward(own_problem(s, p), args, exec);
-  fp8_weights(p, args.fp8_weights, exec);
+  fp8_weights(own_problem(s, p), args.fp8_weights, exec);
 }
 
 }  // namespace sonicmoe::checks

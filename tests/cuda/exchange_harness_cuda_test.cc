@@ -105,6 +105,7 @@ class ParallelLayer {
       a.x = rows_of(args.x, s.first, s.last);
       a.routing = s.routing;
       a.weights = experts(p, args.weights, r);
+      a.fp8_weights = codes(p, a.weights, s, r);
       a.out = rows_of(args.out, s.first, s.last);
       exchange_forward(ranks_->exchange(r), s.problem, 0, a, ExchangePart::kBegin, ranks_->exec(r));
     });
@@ -147,6 +148,7 @@ class ParallelLayer {
       a.dout = rows_of(args.dout, s.first, s.last);
       a.routing = s.routing;
       a.weights = experts(p, args.weights, r);
+      a.fp8_weights = codes(p, a.weights, s, r);
       a.h = s.h->buffer();
       a.saved = s.saved->buffer();
       a.scratch = scratch->buffer();
@@ -179,6 +181,16 @@ class ParallelLayer {
   Weights experts(const Problem& p, const Weights& w, std::int32_t r) const {
     const std::int64_t each = p.experts / form_.ranks;
     return experts_of(w, r * each, (r + 1) * each);
+  }
+
+  /// The quantised weights of a rank's experts; empty for a problem without fp8.
+  Buffer codes(const Problem& p, const Weights& weights, Share& s, std::int32_t r) {
+    if (p.precision == Precision::kTensors) return {};
+    Problem own = p;
+    own.experts /= form_.ranks;
+    const Buffer buffer = s.array(fp8_weights_bytes(own, ranks_->exec(r)))->buffer();
+    quantize_weights(own, weights, buffer, ranks_->exec(r));
+    return buffer;
   }
 
   void divide(const Problem& p, const Routing& routing) {
@@ -370,6 +382,10 @@ TEST_F(ExchangeHarness, Gradients) {
   expect_sound({2}, "grads/");
   expect_sound({2, ExchangeTransport::kCopy}, "grads/");
 }
+TEST_F(ExchangeHarness, Fp8) {
+  expect_sound({2, ExchangeTransport::kCopy}, "fp8/routing/");
+  expect_sound({4, ExchangeTransport::kPush, Split::kFirstHasNone, true}, "fp8/routing/");
+}
 TEST_F(ExchangeHarness, WideTiles) { expect_sound({2}, "wide/"); }
 TEST_F(ExchangeHarness, Activations) { expect_sound({5}, "activation/"); }
 TEST_F(ExchangeHarness, Shapes) { expect_sound({3}, "shape/"); }
@@ -411,19 +427,23 @@ void change_expert(PretendedRanks& ranks) {
 }
 
 TEST_F(ExchangeHarness, RejectsABrokenExchange) {
-  const std::vector<Case> cases = all_cases(Extent::kQuick, "routing/ids_distinct/bf16/integers");
-  ASSERT_EQ(cases.size(), 1u);
-  const Case& c = cases[0];
   const Form form{4};
-  EXPECT_TRUE(run_case(c, parallel_implementation(exec_, form)).passed());
   const std::pair<const char*, Spoil> controls[] = {
       {"rows dropped", {drop_rows, {}}},
       {"experts changed", {change_expert, {}}},
       {"partial sums of another rank", {{}, mistake_rank}}};
-  for (const auto& [what, spoil] : controls) {
-    const CaseResult result = run_case(c, parallel_implementation(exec_, form, spoil));
-    EXPECT_EQ(result.fault, Fault::kUnequal) << what;
-    std::cout << what << ": " << fault_name(result.fault) << ": " << result.message << std::endl;
+  for (const char* name :
+       {"routing/ids_distinct/bf16/integers", "fp8/routing/ids_distinct/integers"}) {
+    const std::vector<Case> cases = all_cases(Extent::kQuick, name);
+    const auto named = [name](const Case& c) { return c.name == name; };
+    const auto c = std::find_if(cases.begin(), cases.end(), named);
+    ASSERT_NE(c, cases.end()) << name;
+    EXPECT_TRUE(run_case(*c, parallel_implementation(exec_, form)).passed()) << name;
+    for (const auto& [what, spoil] : controls) {
+      const CaseResult result = run_case(*c, parallel_implementation(exec_, form, spoil));
+      EXPECT_EQ(result.fault, Fault::kUnequal) << name << ": " << what;
+      std::cout << what << ": " << fault_name(result.fault) << ": " << result.message << std::endl;
+    }
   }
 }
 

@@ -16,6 +16,7 @@ from sonicmoe_cpp._call import (
     NEEDS,
     OPTIONS,
     Call,
+    Fp8,
     MainGradients,
     Options,
     Tensors,
@@ -42,9 +43,11 @@ class Opened(NamedTuple):
     limit_ms: int
 
 
-def call_of(arguments, main_gradients=()) -> Call:
+def call_of(arguments, main_gradients=(), codes=None) -> Call:
     options = Options(*arguments[TENSORS:LAYER])
-    return Call(Tensors(*arguments[:TENSORS]), options, MainGradients(*main_gradients))
+    fp8 = Fp8(0, codes) if options.precision else None
+    tensors, main_gradients = Tensors(*arguments[:TENSORS]), MainGradients(*main_gradients)
+    return Call(tensors, options, main_gradients, None, fp8)
 
 
 class Fake:
@@ -90,15 +93,16 @@ class Fake:
         return AllToAll(opened.group, opened.limit_ms / 1e3)
 
     def inference(self, *arguments):
-        call = call_of(arguments)
-        return self.of(call, arguments[-2]).forward(call, 0, 0).out
+        *arguments, number, _, codes = arguments
+        call = call_of(arguments, codes=codes)
+        return self.of(call, number).forward(call, 0, 0).out
 
     def forward(self, *arguments):
-        *arguments, number, rows = arguments
-        call = call_of(arguments, arguments[LAYER:])
+        *arguments, number, rows, codes = arguments
+        call = call_of(arguments, arguments[LAYER:], codes)
         given = self.of(call, number).forward(call, 0, ALL)
-        h = given.kept[0]
-        came = h.shape[0]
+        h, row_weights = given.kept[0], given.kept[3]
+        came = row_weights.shape[0]
         if rows != peer.ROUTED and came > rows:
             self.fault = OVERFLOW.format(rows=came)
         key = next(_keys)
@@ -107,7 +111,7 @@ class Fake:
         return given.out, h, torch.tensor([key], dtype=torch.int64).view(torch.uint8)
 
     def backward(self, *arguments):
-        dout, *arguments, number = arguments
+        dout, *arguments, number, _ = arguments
         _, saved, needs, *main_gradients = arguments[LAYER:]
         call = call_of(arguments, main_gradients)
         given = self.kept[int(saved.clone(memory_format=torch.contiguous_format).view(torch.int64))]
@@ -116,8 +120,7 @@ class Fake:
         return [torch.empty(0) if g is None else g for g in gradients]
 
     def backward_accumulate(self, *arguments):
-        *arguments, number = arguments
-        found = self.backward(*arguments, number)
+        found = self.backward(*arguments)
         named = dict(zip(DIFFERENTIABLE, found, strict=True))
         return [named[name] for name in FRESH]
 

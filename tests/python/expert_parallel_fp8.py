@@ -11,6 +11,7 @@ import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
 from expert_parallel_base import TRANSPORT, E, K, T, World, case
+from expert_parallel_lora import rows as by_rows
 from expert_parallel_modules import close
 from sonicmoe_cpp.distributed import ExpertParallelMoE, moe_expert_parallel
 from torch.utils.checkpoint import checkpoint
@@ -20,21 +21,15 @@ D, N = 256, 128  # fp8 has blocks of 128
 ROUNDINGS = 8
 
 
-def rows() -> dict:
-    """fp8 travels by rows: the limits of peer memory stay, its transport does not."""
-    transport = TRANSPORT.get("transport", "auto")
-    return TRANSPORT | {"transport": "auto" if transport == "peer" else transport}
-
-
 def local(value):
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def pair(world: World, group=None, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
-    """Two modules with equal weights."""
+def pair(world: World, group=None, limits=None, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
+    """Two modules with equal weights; `limits` replaces arguments of TRANSPORT."""
     torch.manual_seed(0)
     options = {"precision": "fp8", "device": world.device, "dtype": BF16} | options
-    parallel = ExpertParallelMoE(E, K, D, N, group=group, **options, **rows())
+    parallel = ExpertParallelMoE(E, K, D, N, group=group, **options, **TRANSPORT | (limits or {}))
     one = smoe.MoE(E, K, D, N, **options)
     state = parallel.state_dict()
     one.load_state_dict(
@@ -132,8 +127,9 @@ def fp8_has_the_bits_of_one_process(world):
         one, mine = steps(world, 1, used)
         tokens = world.tokens("uneven")
         want = one.run(smoe.moe, precision="fp8")
-        for more in ({}, {"keep_rows": True}):
-            got = mine.run(moe_expert_parallel, precision="fp8", **rows() | more)
+        peer = TRANSPORT.get("transport") == "peer"  # has no keep_rows
+        for more in ({},) if peer else ({}, {"keep_rows": True}):
+            got = mine.run(moe_expert_parallel, precision="fp8", **TRANSPORT | more)
             for i, (have, expected) in enumerate(zip(got, want, strict=True)):
                 expected = expected[tokens if i < 3 else world.experts]
                 if world.device == "cpu":
@@ -191,7 +187,7 @@ def fp8_micro_batches_share_quantised_weights(world):
     assert torch.equal(parallel(x)[0], got)
     weights = [local(p).detach() for p in (parallel.w_up, parallel.w_down)]
     ids, scores = smoe.route(parallel.router(x), K)
-    options = {"precision": "fp8"} | rows()
+    options = {"precision": "fp8"} | TRANSPORT
     want = moe_expert_parallel(x, ids, scores, *weights, **options)
     quantised = smoe.quantize_weights(*weights)
     got = moe_expert_parallel(x, ids, scores, *weights, fp8_weights=quantised, **options)
@@ -225,9 +221,8 @@ def fp8_kept_bytes(world):
             parallel(x)
         sizes[keep_h] = sum({t.data_ptr(): t.nbytes for t in saved if t.numel()}.values())
     routed = parallel(x)[1].tokens_per_expert[world.experts].sum()
-    if rows()["transport"] != "peer" and routed > 0:
-        saving = sizes["bf16"] - sizes[None]
-        assert saving >= 0.45 * 2 * 2 * N * int(routed) - 1024, (sizes, routed)
+    saving = sizes["bf16"] - sizes[None]
+    assert saving >= 0.45 * 2 * 2 * N * int(routed) - 1024, (sizes, routed)
 
 
 @contextlib.contextmanager
@@ -242,24 +237,37 @@ def fast_from(rows_each: int):
 @case
 def auto_chooses_as_one_process(world):
     """By the rows of all ranks together, so that ranks with few tokens choose as the others."""
+    mean = T * K // E
     for routing in ("topk", "token_rounding", "expert_choice"):
-        options = {"routing": routing, "tile": 8}
-        parallel, one = pair(world, precision="auto", **options)
+        options = {"routing": routing, "tile": 8, "limits": {"max_tokens": None, "capacity": None}}
+        (parallel, one), low, high = (
+            pair(world, precision=p, **options) for p in ("auto", "fp8", None)
+        )
         x = inputs(world)
         part = x[world.tokens("uneven")]
-        with torch.no_grad():
-            want, of_one = (
-                {p: pair(world, precision=p, **options)[i](rows)[0] for p in ("fp8", None)}
-                for i, rows in ((0, part), (1, x))
-            )
-            mean = T * K // E
-            chosen = []
-            for rows_each in (1, mean // 2, mean - 1, mean, mean + 1, 4 * mean, 10**6):
-                with fast_from(rows_each):
-                    got, alone = parallel(part)[0], one(x)[0]
-                chosen.append("fp8" if torch.equal(alone, of_one["fp8"]) else None)
-                assert torch.equal(got, want[chosen[-1]]), (routing, rows_each, chosen)
-            assert set(chosen) == {"fp8", None}
+        found = set()
+        for rows_each in (1, mean // 2, mean - 1, mean, mean + 1, 4 * mean, 10**6):
+            with torch.no_grad(), fast_from(rows_each):
+                got, alone = parallel(part)[0], one(x)[0]
+                takes_fp8 = torch.equal(alone, low[1](x)[0])
+                like = low if takes_fp8 else high
+                assert torch.equal(got, like[0](part)[0]), (routing, rows_each, takes_fp8)
+            found.add(takes_fp8)
+        assert found == {True, False}
+
+
+@case
+def auto_with_max_tokens(world):
+    """Over peer memory it supposes that every rank has max_tokens tokens."""
+    if TRANSPORT.get("transport") != "peer":
+        return
+    limits = {"limits": {"max_tokens": T, "capacity": None}}
+    auto, low, high = (pair(world, precision=p, **limits)[0] for p in ("auto", "fp8", None))
+    x = inputs(world)[world.tokens("uneven")]
+    most = T * world.size * K // E
+    for rows_each, like in ((most, low), (most + 1, high)):
+        with torch.no_grad(), fast_from(rows_each):
+            assert torch.equal(auto(x)[0], like(x)[0])
 
 
 @case
@@ -267,7 +275,7 @@ def fp8_compiled(world):
     if world.size != 2:
         return
     torch._dynamo.reset()
-    for options in ({"shared_experts": 1}, {"precision": "auto", "keep_h": "bf16"}):
+    for options in ({"keep_h": "bf16"}, {"precision": "auto"}):
         parallel, _ = pair(world, lb_coef=0.1, **options)
         whole = torch.compile(parallel, fullgraph=True, backend="aot_eager", dynamic=True)
         for tokens in (20, 31 + world.rank):
@@ -287,7 +295,7 @@ def fp8_compiled(world):
 @case
 def fp8_with_low_rank_factors(world):
     """As in one process: on the CPU they are served, on CUDA refused before any exchange."""
-    parallel, one = pair(world)
+    parallel, one = pair(world, limits=by_rows())
     torch.manual_seed(4)
     for module in (parallel, one):
         module.add_lora(8, 8.0)
@@ -315,9 +323,9 @@ def fp8_refusals(world):
     """Calls that all ranks refuse do not break the group."""
     parallel, _ = pair(world)
     x = inputs(world)[world.tokens("even")]
-    kind = {"precision": "fp8", "device": world.device} | rows()
-    with pytest.raises(NotImplementedError, match="width is 64, must be a multiple of 128"):
-        ExpertParallelMoE(E, K, D, 64, dtype=BF16, **kind)(x)
+    kind = {"precision": "fp8", "device": world.device} | TRANSPORT
+    with pytest.raises(NotImplementedError, match="width is 32, must be a multiple of 64"):
+        ExpertParallelMoE(E, K, D, 32, dtype=BF16, **kind)(x)
     with pytest.raises(NotImplementedError, match="must be bf16 for fp8"):
         ExpertParallelMoE(E, K, D, N, dtype=torch.float16, **kind)(x.half())
     with pytest.raises(ValueError, match="precision is 'fp4', must be None or one of"):
@@ -328,12 +336,9 @@ def fp8_refusals(world):
     ids, scores = smoe.route(parallel.router(x), K)
     quantised = smoe.quantize_weights(*weights)
     with pytest.raises(ValueError, match="fp8_weights is given, must be None: precision is None"):
-        moe_expert_parallel(x, ids, scores, *weights, fp8_weights=quantised, **rows())
+        moe_expert_parallel(x, ids, scores, *weights, fp8_weights=quantised, **TRANSPORT)
     other = quantised._replace(experts=E + 1)
     with pytest.raises(ValueError, match=r"fp8_weights are of \(E, G, n, d\)"):
-        options = {"precision": "fp8", "fp8_weights": other} | rows()
+        options = {"precision": "fp8", "fp8_weights": other} | TRANSPORT
         moe_expert_parallel(x, ids, scores, *weights, **options)
-    peer = ExpertParallelMoE(E, K, D, N, dtype=BF16, **kind | {"transport": "peer"})
-    with pytest.raises(NotImplementedError, match='"peer" serves no fp8: use "auto"'):
-        peer(x)
     parallel(x)

@@ -76,6 +76,23 @@ def repeats(world):
 
 
 @case
+def fp8_has_the_bits_of_the_arena(world):
+    """Rows that fill several tiles, quantised when they have come: repeated steps and the exact
+    mode give equal bits, which are those of all-to-all up to roundings."""
+    layer, other = middle(world), middle(world, seed=1)
+    quantised = {"precision": "fp8"}
+    first = results(layer, lambda mine: run(mine, **quantised))
+    for _ in range(REPEATS // 10):
+        results(other, lambda mine: run(mine, **quantised))
+        equal(results(layer, lambda mine: run(mine, **quantised)), first)
+    sizes = {"max_tokens": None, "capacity": None}
+    equal(results(layer, lambda mine: run(mine, **quantised, **sizes)), first)
+    rows = quantised | sizes | {"transport": "all_to_all"}
+    for name, value in results(layer, lambda mine: run(mine, **rows)).items():
+        assert error(first[name], value) <= 8 * torch.finfo(torch.bfloat16).eps, name
+
+
+@case
 def exact_mode_has_the_bits_of_the_arena(world):
     layer = middle(world)
     equal(results(layer, exact), results(layer, run))

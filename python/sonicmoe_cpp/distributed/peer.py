@@ -14,11 +14,19 @@ from torch import Tensor
 
 from .. import _autograd, _checks, _ops
 from .._call import NEEDS, Call
-from .._checks import FLOATS
+from .._names import PRECISION
 from ._group import FORWARD, RESET, Group, group_of
 from ._health import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
-from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
+from .transport import (
+    COMPARED,
+    AllToAll,
+    Facts,
+    Forward,
+    Transport,
+    chosen_precision,
+    compared,
+)
 
 # The library's fault message ends with advice for C++ callers. ADVICE replaces it.
 _ADVICE = re.compile(r"\. The outputs of this step are not valid; exchange_reset .*", re.DOTALL)
@@ -92,10 +100,6 @@ class PeerMemory(Transport):
             raise NotImplementedError(
                 'transport "peer" serves no low-rank factors: use "auto" or "all_to_all"'
             )
-        if call.fp8 is not None:
-            raise NotImplementedError(
-                'transport "peer" serves no fp8: use "auto" or "all_to_all", or precision=None'
-            )
         if not served(x):
             kind = f"{_checks.names([x.dtype])} on {x.device.type}"
             raise NotImplementedError(
@@ -111,24 +115,28 @@ class PeerMemory(Transport):
 
     # ---- sizes -----------------------------------------------------------------------------------
 
-    def needed(self, call: Call, layer: int, needs: int) -> Shape:
-        """The Shape that this call needs, the same on all ranks. Without max_tokens, or with a list
-        of pairs, the ranks exchange their sizes, and the host waits for them."""
+    def needed(self, call: Call, layer: int, needs: int) -> tuple[Shape, int]:
+        """The Shape that this call needs, and its precision: the same on all ranks. Without
+        max_tokens, or with a list of pairs, the ranks exchange their sizes, and the host waits for
+        them. With max_tokens "auto" supposes that every rank has so many tokens."""
         x, index, second, *_ = call.tensors
         tokens, hidden = x.shape
         most = self.limits.max_tokens
         if most is not None and second is None:
-            return Shape(most, most * max(1, index.shape[1]), hidden)
+            slots, least = most * index.shape[1], call.fp8.least if call.fp8 else 0
+            precision = chosen_precision(call.options.precision, [slots], [least])
+            return Shape(most, most * max(1, index.shape[1]), hidden), precision
         not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
-        experts, _, width = call.tensors.w_down.shape
-        facts = layer, hidden, experts, FLOATS.index(x.dtype), int(needs != 0)
-        mine = *facts, style_of(call.options, width, False)
-        values = [*mine, tokens, index.numel()]
+        facts = Facts.of(call, layer, int(needs != 0), self.group.rank)
+        mine = facts.compared()
+        values = [*mine, tokens, index.numel(), facts.slots, facts.least]
         found = self.group.read_all(FORWARD, values, x.device, self.timeout)
         agreed = [compared(*row[:6]) for row in found]
         self.group.agree(COMPARED, compared(*mine), agreed)
         tokens = most or max(1, *(row[6] for row in found))
-        return Shape(tokens, max(1, *(row[7] for row in found)), hidden)
+        slots, least = ([row[i] for row in found] for i in (8, 9))
+        precision = chosen_precision(facts.precision, slots, least)
+        return Shape(tokens, max(1, *(row[7] for row in found)), hidden), precision
 
     def rows(self, needed: Shape, by_pairs: bool) -> int:
         """The row capacity for this rank's experts, or ROUTED."""
@@ -151,24 +159,29 @@ class PeerMemory(Transport):
     def forward(self, call, layer, needs) -> Forward:
         tensors, options, main_gradients, *_ = call
         buffers = self.buffers(tensors.x)
-        needed = self.needed(call, layer, needs)
+        needed, precision = self.needed(call, layer, needs)
+        options = options._replace(precision=precision)
+        codes = None if precision == PRECISION["tensors"] else call.fp8.codes()
         problem = buffers.open(needed, tensors.x, self.timeout)
         if problem is not None:
             raise RuntimeError(f'{problem}: use transport="all_to_all"')
-        place = (buffers.number, self.rows(needed, tensors.second is not None))
+        place = (buffers.number, self.rows(needed, tensors.second is not None), codes)
         with self.faults():
             if not needs:
                 return Forward(_ops.run("exchange_inference", *tensors, *options, *place))
             given = (*tensors, *options, *main_gradients, *place)
             out, *kept = _ops.run("exchange_forward", *given)
-        return Forward(out, tuple(kept), place[:1])
+        return Forward(out, (*kept, codes), (buffers.number, precision))
 
     def backward(self, dout, call, given, needs) -> dict:
-        h, saved, *_ = given.kept
-        arguments = (dout, *call.tensors, *call.options, h, saved)
+        h, saved, codes = given.kept
+        number, precision = given.host
+        options = call.options._replace(precision=precision)
+        arguments = (dout, *call.tensors, *options, h, saved)
+        last = (number, codes)
         with self.faults():
             found = _autograd.layer_gradients(
-                "exchange", arguments, needs | _ALWAYS, call.main_gradients, given.host
+                "exchange", arguments, needs | _ALWAYS, call.main_gradients, last
             )
         each = zip(NEEDS.items(), found, strict=True)
         return {name: gradient for (name, bit), gradient in each if needs & bit}
@@ -210,7 +223,7 @@ class PeerMemory(Transport):
 class Auto(PeerMemory):
     """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, in the
     first call with CUDA tensors of each dtype of DTYPES. Other tensors, and layers with low-rank
-    factors or a precision, use all-to-all."""
+    factors, use all-to-all."""
 
     name = "auto"
 
@@ -223,11 +236,11 @@ class Auto(PeerMemory):
 
     def chosen(self, call, layer, needs) -> Transport:
         x = call.tensors.x
-        if not served(x) or call.factors is not None or call.fp8 is not None:
+        if not served(x) or call.factors is not None:
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:
-            buffers.open(self.needed(call, layer, needs), x, self.timeout)
+            buffers.open(self.needed(call, layer, needs)[0], x, self.timeout)
         return self if buffers.problem is None else self.by_rows
 
 

@@ -81,7 +81,8 @@ SplitLists lists_of(const Run& run, bool has_sums) {
   const int most = kMostSourceGroups;
   SplitLists lists{e.shape.max_tokens, {}, {}};
   if (has_sums) lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
-  if (e.awaits_rows && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
+  const bool awaits = e.awaits_rows && run.layer.precision == Precision::kTensors;
+  if (awaits && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
       splits_by_source(run.layer.experts, e.shape.ranks)) {
     lists.by_source = e.shape.ranks;
   } else {
@@ -90,11 +91,23 @@ SplitLists lists_of(const Run& run, bool has_sums) {
   return lists;
 }
 
-/// Launches a product over the rows of x or dout of all ranks.
+/// `count` rows of a matrix, from row `first` on.
+Tensor part_of(const Tensor& rows, std::int64_t first, std::int64_t count) {
+  Tensor part = rows;
+  const std::int64_t bytes = first * rows.stride[0] * dtype_bytes(rows.dtype);
+  part.data = static_cast<std::uint8_t*>(rows.data) + bytes;
+  part.shape[0] = count;
+  return part;
+}
+
+/// Launches a product over the rows of x or dout of all ranks. In fp8 the rows travel as elements
+/// and are quantised here, own rows before the first launch, others when they have come.
 struct GatheredRows {
   const Run& run;
   const SplitLists& lists;
-  const Tensor& own;  ///< this rank's rows, where the caller has them
+  const Tensor& own;       ///< this rank's rows, where the caller has them
+  const Tensor& received;  ///< rows of all ranks; own rows may still be missing
+  const CodedRows& coded;  ///< in fp8 the codes of `received`; else absent
 
   /// Calls launch(product) for each launch.
   template <class F>
@@ -111,18 +124,37 @@ struct GatheredRows {
       run.wait({kPhaseRows}, run.stream);
       return;
     }
-    launch(gathered_from(part_of(product, split.own, counters, 0), own));
+    const bool codes = coded.codes.data != nullptr;
+    const RowProduct first = part_of(product, split.own, counters, 0);
+    if (codes) quantize(own, 0);
+    launch(codes ? first : gathered_from(first, own));
     for (int g = 0; g < lists.arrivals.groups; ++g) {
       std::uint64_t from = 0;
       for (std::int32_t p = lists.arrivals.bounds[g]; p < lists.arrivals.bounds[g + 1]; ++p) {
         from |= std::uint64_t{1} << (e.peers.rank + p) % e.peers.ranks;
       }
       run.wait({kPhaseRows, from}, run.stream);
+      if (codes) {
+        const std::int64_t begin = lists.arrivals.bounds[g] * lists.tokens;
+        const std::int64_t end = lists.arrivals.bounds[g + 1] * lists.tokens;
+        quantize(part_of(received, begin, end - begin), begin);
+      }
       launch(part_of(product, split.arrivals[g], counters, 1 + g));
     }
   }
 
  private:
+  /// Writes the codes of `rows` from row `first` of `coded` on. Rows of a place after the last
+  /// token of its rank have any values; no product reads their codes.
+  void quantize(const Tensor& rows, std::int64_t first) const {
+    if (rows.shape[0] == 0) return;
+    CodedRows out = coded;
+    out.codes.data = static_cast<std::uint8_t*>(coded.codes.data) + first * coded.codes.stride[0];
+    out.codes.shape[0] = rows.shape[0];
+    out.scales.data += first * (coded.codes.shape[1] / kScaleBlock);
+    const Engine& engine = *run.exchange.device->engine;
+    engine.quantizers->rows(*run.exchange.device, {rows, out}, run.stream);
+  }
   RowArrivals arrivals() const {
     const Exchange& e = run.exchange;
     auto* control = e.peers.own<Control>(e.layout.control);
@@ -266,7 +298,8 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const SplitLists lists = lists_of(run, false);
   follow(e, run.stream, e.aside);  // for the copies of own rows
   split_records(*e.device, run.layer, b.pass.metadata, lists, m.split, run.stream);
-  GatheredRows{run, lists, dout}.multiply(dh, b.scratch.counters, [&](const RowProduct& product) {
+  const GatheredRows rows{run, lists, dout, b.args.dout, b.scratch.dout};
+  rows.multiply(dh, b.scratch.counters, [&](const RowProduct& product) {
     launch([&](Steps& steps) { steps.add("dH", product); });
   });
   if (b.args.dx.data == nullptr) return;
@@ -334,7 +367,8 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   const SplitLists lists = lists_of(run, true);
   follow(e, run.stream, e.aside);  // for the copy of own rows
   split_records(*e.device, run.layer, f.pass.metadata, lists, m.split, run.stream);
-  GatheredRows{run, lists, args.x}.multiply(a, counters, [&](const RowProduct& product) {
+  const GatheredRows rows{run, lists, args.x, f.args.x, f.scratch.x};
+  rows.multiply(a, counters, [&](const RowProduct& product) {
     launch([&](Steps& steps) { steps.add("A", product); });
   });
   int counter = 1 + kMostSourceGroups;
