@@ -14,7 +14,8 @@
 namespace sonicmoe::cli {
 
 void ShapeOptions::add_to(Command& command) {
-  command.option("--config", config, "A named shape such as 7B-n256 (--list prints them)");
+  command.option("--config", config,
+                 "A named shape such as 7B-n256, with another T as olmoe-T64 (--list prints them)");
   command.flag("--list", list, "Print the named shapes and exit");
   command.option("--shape", shape,
                  "T,d,n,E,K: tokens, model width, expert width, experts, experts per token");
