@@ -88,6 +88,25 @@ def test_layers(scaling, tmp_path, monkeypatch):
     assert driver(scaling, monkeypatch, tmp_path, *given, "--again").record["layers"] == []
 
 
+def test_fp8_beside_bf16(scaling, tmp_path, monkeypatch):
+    scaling, _ = scaling
+    given = ["fp8", "--ranks", "1", "2", "--layers=qwen3-235b-T8192"]
+    made = driver(scaling, monkeypatch, tmp_path, *given)
+    row = a_layer(2) | {"ours_fp8": times(10.0), "alone_fp8": times(9.6)}
+    row |= {"ours_all_to_all": times(20.0), "fp8_all_to_all": times(16.0)}
+
+    def worker(rivals, configs, seconds):
+        assert (rivals, made.options.gpus) == ("fp8", 2)
+        return [row, {"kept": {}}], ""
+
+    monkeypatch.setattr(made, "worker", worker)
+    assert made.fp8()
+    (line,) = scaling.summary(json.loads((tmp_path / "scaling.json").read_text()))
+    assert "peer memory: 1.300, all-to-all: 1.250, alone: 1.250" in line
+    monkeypatch.setattr(made, "worker", lambda *_: ([], "exit 1"))
+    assert not made.fp8() and made.record["problems"] == {"fp8": "exit 1"}
+
+
 def test_parts_have_equal_tokens(scaling, tmp_path, monkeypatch):
     scaling, _ = scaling
     given = ["training", "--ranks", "1", "2", "8", "--sequence=64", "--tokens=256"]
