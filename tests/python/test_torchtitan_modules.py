@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from devices import DEVICES
 from reference import assert_twice
 from torch import nn
@@ -202,11 +203,6 @@ def test_rounding_options_are_checked(options, sentence):
         ({"transport": "rdma"}, ValueError, "transport is .*rdma"),
         ({"transport": "peer", "capacity": 1.2}, ValueError, "capacity is given without max_tok"),
         ({"max_tokens": 64}, ValueError, "max_tokens is 64 .* without transport, must come with"),
-        (
-            {"transport": "peer", "precision": "fp8"},
-            NotImplementedError,
-            "expert parallelism by transport needs precision=None; without transport torchtitan's",
-        ),
     ],
 )
 def test_options_of_a_transport_are_checked(options, error, sentence):
@@ -216,13 +212,24 @@ def test_options_of_a_transport_are_checked(options, error, sentence):
         overrides.token_rounding(layer_config(), **options)
 
 
-def test_a_precision_over_ranks_is_refused_in_a_config_built_by_hand():
-    config = overrides.routed_experts(routed_config(GroupedExperts), transport="peer")
-    config.inner_experts.precision = "fp8"
-    module = build(config)
-    module.place = object()  # not used, because the call is refused before
-    with pytest.raises(NotImplementedError, match="by transport needs precision=None; without"):
-        module(tokens(B, L, D), *routing(L))
+@pytest.mark.parametrize("precision", ["fp8", "auto"])
+def test_a_precision_over_ranks(precision):
+    """A group of one rank has the bits of a job without expert parallelism."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for transport in ("all_to_all", None):
+            experts = GroupedExperts.Config(dim=128, hidden_dim=64, num_experts=E)
+            dispatcher = LocalTokenDispatcher.Config(num_experts=E, top_k=K)
+            config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher)
+            module = build(overrides.routed_experts(config, precision, transport))
+            if transport is not None:
+                group = modules.make_transport(transport, None, module.limits)
+                module.place = modules.Place.of_module(group)
+            found.append(step(module, tokens(B, L, 128, seed=3), tokens(B, L, 128), *routing(L)))
+        assert all(torch.equal(found[0][name], want) for name, want in found[1].items())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_transport_serves_without_expert_parallelism():

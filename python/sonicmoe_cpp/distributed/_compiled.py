@@ -52,10 +52,10 @@ def _call(
     main_gradients=NO_MAIN_GRADIENTS,
     codes: Tensor | None = None,
 ) -> Call:
-    """`options` are Options, and Fp8.least or -1 for a call without a precision."""
-    form, activation, alpha, limit, gate_layout, precision, least = options
+    """`options` are Options, Fp8.least or -1 for a call without a precision, and Fp8.lists."""
+    form, activation, alpha, limit, gate_layout, precision, least, lists = options
     named = Options(int(form), int(activation), alpha, limit, int(gate_layout), int(precision))
-    fp8 = None if least < 0 else Fp8(int(least), codes)
+    fp8 = None if least < 0 else Fp8(int(least), codes, int(lists))
     return Call(Tensors(*tensors), named, MainGradients(*main_gradients), None, fp8)
 
 

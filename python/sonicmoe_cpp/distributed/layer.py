@@ -145,10 +145,10 @@ def _compiled(place: Place, call: Call, needs: int, after) -> Tensor:
     by = place.transport
     where = (by.group.name, by.name, by.limits_as_numbers(), after)
     options = [float(option) for option in call.options]
-    least, codes = -1.0, None
+    choice, codes = (-1.0, 1.0), None
     if call.fp8 is not None:
-        least, codes = float(call.fp8.least), call.fp8.codes()
-    options.append(least)
+        choice, codes = (float(call.fp8.least), float(call.fp8.lists)), call.fp8.codes()
+    options.extend(choice)
     if needs:
         given = (*call.tensors, *call.main_gradients, codes, place.number, options, needs)
         return ops.expert_parallel_forward(*given, *where)[0]

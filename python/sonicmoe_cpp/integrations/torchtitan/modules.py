@@ -24,7 +24,7 @@ from torchtitan.models.common.moe import (
 from ...distributed.layer import TIMEOUT, Place, make_transport, run
 from ...distributed.peer import Limits
 from ...distributed.routing import pairs_of_equal_ranks
-from ...fp8 import Fp8Cache, kept_weights
+from ...fp8 import Fp8Cache, Request, kept_weights, request_of
 from ...layer import moe, moe_grouped, moe_pairs
 from ...routing import Pairs, one_or_nan, route, token_round
 from .._grouped import offsets_of
@@ -96,21 +96,16 @@ class SonicGroupedExperts(Experts, GroupedExperts):
         return weights | {"grad_accum": self.grad_accum} | self._precision(**weights)
 
 
-def refuse_over_ranks(precision: str | None) -> None:
-    if precision is not None:
-        raise NotImplementedError(
-            f'precision is "{precision}", expert parallelism by transport needs precision=None; '
-            "without transport torchtitan's dispatcher moves the rows, for any precision"
-        )
-
-
-def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: dict) -> Tensor:
-    """The layer over the ranks of expert parallelism; `arguments` are from layer_arguments()."""
-    refuse_over_ranks(arguments.get("precision"))
+def _over_ranks(
+    place: Place, form: str, x: Tensor, routing: tuple, arguments: dict, lists: int = 1
+) -> Tensor:
+    """The layer over the ranks of expert parallelism; `arguments` are from layer_arguments(), and
+    `lists` is the number of ranks that give the same list of pairs."""
     up, down, b_up, b_down = (arguments.get(n) for n in ("w_up", "w_down", "b_up", "b_down"))
     style = arguments.get("activation", "swiglu"), arguments.get("gate_layout", "concatenated")
     weights, buffers = (up, down, b_up, b_down), arguments.get("grad_accum")
-    return run(place, form, x, routing, weights, style, buffers)
+    request = request_of(*map(arguments.get, Request._fields))
+    return run(place, form, x, routing, weights, style, buffers, request=request, lists=lists)
 
 
 class SonicRoutedExperts(RoutedExperts):
@@ -313,7 +308,8 @@ class SonicRoundedMoE(MoE):
         with torch.autocast(x.device.type, enabled=False):
             if place is None:
                 return moe_pairs(x.bfloat16(), pairs, **arguments)
-            return _over_ranks(place, "pairs", x.bfloat16(), tuple(pairs[:3]), arguments)
+            size = place.transport.group.size
+            return _over_ranks(place, "pairs", x.bfloat16(), tuple(pairs[:3]), arguments, size)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         x, router = x_BLD.flatten(0, 1), self.router

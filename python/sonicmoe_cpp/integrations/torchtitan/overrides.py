@@ -38,7 +38,6 @@ from .modules import (
     SonicRoutedExperts,
     SonicRouter,
     SonicSelectiveAC,
-    refuse_over_ranks,
 )
 
 _EXPERTS = {GroupedExperts.Config: SonicGroupedExperts.Config}
@@ -79,7 +78,7 @@ def grouped_experts(
     return _served(config, _EXPERTS | _gpt_oss()[0], precision=precision)
 
 
-def _check_transport(precision: str | None, transport: str | None, limits: Limits) -> None:
+def _check_transport(transport: str | None, limits: Limits) -> None:
     if transport is None:
         if limits != Limits(TIMEOUT):
             raise ValueError(
@@ -89,7 +88,6 @@ def _check_transport(precision: str | None, transport: str | None, limits: Limit
         return
     one_of("transport", transport, TRANSPORTS)
     limits.check()
-    refuse_over_ranks(precision)
 
 
 @override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
@@ -105,7 +103,7 @@ def routed_experts(
     sonicmoe_cpp.distributed.ExpertParallelMoE, with timeout, max_tokens and capacity. None:
     torchtitan's dispatcher moves them."""
     limits = {"timeout": timeout, "max_tokens": max_tokens, "capacity": capacity}
-    _check_transport(precision, transport, Limits(**limits))
+    _check_transport(transport, Limits(**limits))
     experts = grouped_experts(config.inner_experts, precision)
     return _served(config, _ROUTED, inner_experts=experts, transport=transport, **limits)
 
