@@ -348,8 +348,7 @@ struct Subject {
   template <class Call>
   void parts(const Call& call) const {
     if (rows == 0) return each(ranks, [&](std::int32_t r) { call(r, ExchangePart::kAll); });
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : sonicmoe::testing::kParts) {
       each(ranks, [&](std::int32_t r) { call(r, part); });
     }
   }

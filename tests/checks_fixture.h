@@ -19,8 +19,9 @@ inline int backend_calls = 0;
 inline constexpr Sizes kFakeSizes = {1024, 512, 768};
 inline constexpr std::int64_t kFakeRoundScratch = 640;
 inline constexpr std::int64_t kFakeExchangeBytes = 4096;
-/// The shape of every exchange of the fake backend.
+/// The shape and the state of every exchange of the fake backend.
 inline constexpr ExchangeShape kFakeShape = {2, 4, 8, 8, DType::kBF16};
+inline ExchangeState fake_state = {kFakeShape, {}, ExchangePart::kBegin};
 
 template <class... Args>
 void count_call(Args...) {
@@ -145,18 +146,20 @@ const BackendTable* cpu_backend() {
       ++test::backend_calls;
       return nullptr;
     };
-    backend.exchange_shape = [](const Exchange&) -> const ExchangeShape& {
-      return test::kFakeShape;
+    backend.exchange_state = [](const Exchange&) -> const ExchangeState& {
+      return test::fake_state;
     };
+    backend.exchange_check = [](Exchange&, const Exec&) {};
     backend.exchange_sizes = [](const Exchange&, const Problem&, std::int64_t, Pass pass,
                                 const Exec&) {
       return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes}
                                       : test::kFakeSizes;
     };
-    backend.exchange_forward = [](Exchange&, const Problem&, std::int64_t, const ForwardArgs&,
-                                  ExchangePart, const Exec&) { ++test::backend_calls; };
-    backend.exchange_backward = [](Exchange&, const Problem&, std::int64_t, const BackwardArgs&,
-                                   ExchangePart, const Exec&) { ++test::backend_calls; };
+    backend.exchange_begin = [](Exchange&, const ExchangeStep&) { ++test::backend_calls; };
+    backend.exchange_compute = [](Exchange&, const ExchangeStep&) {
+      test::fake_state.next = ExchangePart::kFinish;
+    };
+    backend.exchange_finish = [](Exchange&) { test::fake_state.next = ExchangePart::kBegin; };
     return backend;
   }();
   return &kBackend;

@@ -72,7 +72,7 @@ SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec&
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
 /// Throws Status::kCuda if a step has failed: a rank did not send its data within the time limit,
-/// or a rank got more than `rows` rows. The first part of a step, and exchange_rows(), make the
+/// or a rank got more than `rows` rows. The begin of a step, and BegunForward::rows(), make the
 /// same check. The other parts do not, so all parts of a step that has begun can be enqueued. The
 /// check does not wait for the device: it finds a fault only after the kernel that detects the
 /// fault has run. All checks fail until exchange_reset().
@@ -93,32 +93,35 @@ SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 /// 4. Run a barrier, so that no rank begins a step before all ranks have reset.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 
-/// The parts of a step, in order; kAll runs all three. Between two parts the caller may enqueue its
-/// own work on exec.stream: it runs while another stream transfers rows and partial sums. All parts
-/// of a step get the same arguments and exec, with one exception: kBegin of a forward needs no
-/// buffers yet, and `rows` may be 0. Parts in another order throw Status::kInvalidArgument. A CUDA
-/// graph must contain whole steps.
-enum class ExchangePart : std::int32_t {
-  kAll = 0,
-  kBegin = 1,    ///< sends routing and rows of x; in backward rows of dout, then of x
-  kCompute = 2,  ///< waits for rows, computes this rank's experts, sends partial sums
-  kFinish = 3,   ///< waits for partial sums and adds them in rank order
-};
-
-/// The number of rows that the current step routes to this rank's experts: the smallest value of
-/// `rows` with which the step does not fail. Call it after kBegin and before kCompute of a forward.
-/// The host waits for the routing of all ranks, not for their rows; no other function of a step
-/// waits for the device. A CUDA graph cannot contain this call.
-SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& problem,
-                                        const Exec& exec);
-
 /// The sizes of the buffers of a step, as moe_sizes(). `problem` describes this rank's tokens and
 /// all E experts, in the form kIds or kPairs; E must be a multiple of W. `rows` is the capacity:
 /// the largest number of rows that this rank's experts may get. In addition to the layer's
 /// metadata, saved has 12 bytes a row and one byte for each of W * max_tokens tokens. A step uses
-/// scratch until the end of kFinish.
+/// scratch until ComputedStep::finish().
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
+
+// The parts of a step are objects: begin is a constructor, and each part returns the object of the
+// next one. Between two parts the caller may enqueue its own work on exec.stream: it runs while
+// another stream transfers rows and partial sums. Begin checks and copies the arguments; tensors
+// and buffers must stay valid until the step has finished. A CUDA graph must contain whole steps.
+
+/// A step that has computed and sent partial sums.
+struct ComputedStep {
+  /// Waits for the partial sums of the other ranks and adds them in rank order.
+  SONICMOE_API void finish() &&;
+
+  Exchange* exchange;
+  Pass pass;  ///< kForward (also of inference) or kBackward
+  Exec exec;
+};
+
+/// The buffers of a forward, as in ForwardArgs.
+struct ExchangeBuffers {
+  Buffer h{};
+  Buffer saved{};
+  Buffer scratch{};
+};
 
 /// moe_forward() over all ranks. `args.weights` are this rank's E/W experts, and with
 /// Precision::kFp8 `args.fp8_weights` are their quantised weights: quantize_weights() of a problem
@@ -129,13 +132,46 @@ SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& probl
 /// rounding: a rank rounds its partial sum of a token to the dtype before it sends the sum. Partial
 /// sums are added in fp32 in rank order. So equal inputs give equal bits, in whatever order the
 /// sums arrive.
-SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                                   const ForwardArgs& args, ExchangePart part, const Exec& exec);
+struct BegunForward {
+  /// Sends routing and rows of x. Ignores the buffers of `args`.
+  SONICMOE_API BegunForward(Exchange& exchange, const Problem& problem, const ForwardArgs& args,
+                            const Exec& exec);
+  /// The number of rows that the step routes to this rank's experts: the smallest `rows` with which
+  /// the step does not fail. The host waits for the routing of all ranks, not for their rows; no
+  /// other function of a step waits for the device. A CUDA graph cannot contain this call.
+  SONICMOE_API std::int64_t rows() const;
+  /// Waits for rows, computes this rank's experts, sends partial sums.
+  SONICMOE_API ComputedStep compute(std::int64_t rows, const ExchangeBuffers& buffers) &&;
+
+  Exchange* exchange;
+  Exec exec;
+};
 
 /// moe_backward() over all ranks. `args.grads` are the gradients of this rank's E/W experts; dx and
 /// dweights are those of this rank's tokens. x is sent again, because ranks do not keep rows of
 /// other ranks. All ranks must ask for the same gradients among dx and dweights.
+struct BegunBackward {
+  /// Sends rows of dout, then of x.
+  SONICMOE_API BegunBackward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                             const BackwardArgs& args, const Exec& exec);
+  /// As BegunForward::compute().
+  SONICMOE_API ComputedStep compute() &&;
+
+  Exchange* exchange;
+  Exec exec;
+};
+
+/// A part of a step by its number, for callers that cannot hold an object; kAll runs all three.
+enum class ExchangePart : std::int32_t { kAll = 0, kBegin = 1, kCompute = 2, kFinish = 3 };
+
+/// The same steps by numbers. kBegin reads all arguments except a forward's `rows` and buffers;
+/// kCompute of a forward reads these, and no other part reads any. A part that is not the next one
+/// throws Status::kInvalidArgument.
+SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                                   const ForwardArgs& args, ExchangePart part, const Exec& exec);
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                     const BackwardArgs& args, ExchangePart part, const Exec& exec);
+/// BegunForward::rows() after kBegin of a forward.
+SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Exec& exec);
 
 }  // namespace sonicmoe

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -162,25 +163,26 @@ struct ExchangeCall {
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
 
-/// Sends routing and rows. Returns the row capacity of the rest of the step: `rows`, or if `rows`
-/// is kRoutedRows the number of routed rows, but at least 1. (An H without elements would have a
-/// null address, and to the library a null H means inference.)
-inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
-                                  const sonicmoe::ForwardArgs& args, const sonicmoe::Exec& exec) {
-  const bool exact = rows == kRoutedRows;
-  sonicmoe::exchange_forward(c.exchange(), c.call.problem, exact ? 0 : rows, args,
-                             sonicmoe::ExchangePart::kBegin, exec);
-  if (!exact) return rows;
-  return std::max<std::int64_t>(1, sonicmoe::exchange_rows(c.exchange(), c.call.problem, exec));
-}
+/// A forward that has sent routing and rows.
+struct Begun {
+  sonicmoe::BegunForward forward;
+  /// The row capacity of the step: as asked, or if kRoutedRows was asked the number of routed rows,
+  /// but at least 1. (An H without elements would have a null address, and to the library a null H
+  /// means inference.)
+  std::int64_t rows;
 
-/// Computes this rank's experts and adds the partial sums of all ranks to args.out.
-inline void end_forward(const ExchangeCall& c, std::int64_t rows, const sonicmoe::ForwardArgs& args,
-                        const sonicmoe::Exec& exec) {
-  for (const auto part : {sonicmoe::ExchangePart::kCompute, sonicmoe::ExchangePart::kFinish}) {
-    sonicmoe::exchange_forward(c.exchange(), c.call.problem, rows, args, part, exec);
+  Begun(const ExchangeCall& c, std::int64_t asked, const Array& out, const sonicmoe::Exec& exec)
+      : forward(c.exchange(), c.call.problem,
+                {c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {}, {},
+                 c.fp8.buffer()},
+                exec),
+        rows(asked == kRoutedRows ? std::max<std::int64_t>(1, forward.rows()) : asked) {}
+
+  /// Computes this rank's experts and adds the partial sums of all ranks to the output.
+  void end(const sonicmoe::ExchangeBuffers& buffers) && {
+    std::move(forward).compute(rows, buffers).finish();
   }
-}
+};
 
 using ExchangeInferenceCall = Joined<Layer, ExchangeNumber, ExchangeRows, Fp8Argument>;
 
@@ -188,15 +190,11 @@ inline Array exchange_inference(ExchangeInferenceCall& a) {
   const DeviceScope device(a.x);
   const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
-                             {}};
-  args.fp8_weights = c.fp8.buffer();
-  const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
-  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
+  Begun begun(c, a.rows, out, device.exec());
+  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, begun.rows,
                                               sonicmoe::Pass::kInference, device.exec());
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  args.scratch = scratch.buffer();
-  end_forward(c, rows, args, device.exec());
+  std::move(begun).end({{}, {}, scratch.buffer()});
   return out;
 }
 
@@ -209,22 +207,17 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
   const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
   const auto& problem = c.call.problem;
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
-                             {}};
-  args.fp8_weights = c.fp8.buffer();
-  const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
-  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, rows, sonicmoe::Pass::kForward,
-                                              device.exec());
+  Begun begun(c, a.rows, out, device.exec());
+  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, begun.rows,
+                                              sonicmoe::Pass::kForward, device.exec());
   const bool coded = keeps_codes(problem);
   const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
-  Array h = coded ? empty(a.x, {rows, (sizes.h_bytes + rows - 1) / rows}, ScalarType::Byte)
-                  : empty(a.x, {rows, width}, a.x.scalar_type());
+  Array h = coded ? empty(a.x, {begun.rows, (sizes.h_bytes + begun.rows - 1) / begun.rows},
+                          ScalarType::Byte)
+                  : empty(a.x, {begun.rows, width}, a.x.scalar_type());
   Array saved = new_bytes(a.x, sizes.saved_bytes);
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  args.h = lend(h);
-  args.saved = lend(saved);
-  args.scratch = scratch.buffer();
-  end_forward(c, rows, args, device.exec());
+  std::move(begun).end({lend(h), lend(saved), scratch.buffer()});
   return {out, h, saved};
 }
 
@@ -245,8 +238,9 @@ struct RunTogether {
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
     args.fp8_weights = c.fp8.buffer();
-    sonicmoe::exchange_backward(c.exchange(), c.call.problem, rows, args,
-                                sonicmoe::ExchangePart::kAll, device.exec());
+    sonicmoe::BegunBackward(c.exchange(), c.call.problem, rows, args, device.exec())
+        .compute()
+        .finish();
   }
 };
 

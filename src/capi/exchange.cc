@@ -65,7 +65,8 @@ smoe_status smoe_exchange_rows(smoe_exchange* exchange, const smoe_problem* prob
                                const smoe_exec* exec, int64_t* rows) {
   return capi::guarded([&] {
     capi::refuse_null(rows, "rows");
-    *rows = exchange_rows(exchange_of(exchange), capi::problem(problem), capi::exec(exec));
+    capi::problem(problem);  // the step has it
+    *rows = exchange_rows(exchange_of(exchange), capi::exec(exec));
   });
 }
 

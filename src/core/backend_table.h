@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "sonicmoe/exchange.h"
+#include "core/exchange_step.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/packed.h"
@@ -125,19 +125,18 @@ struct BackendTable {
   std::int64_t (*exchange_bytes)(const ExchangeShape& shape, const Exec& exec) = nullptr;
   Exchange* (*exchange_open)(const ExchangeOptions& options, const Exec& exec) = nullptr;
   void (*exchange_close)(Exchange* exchange, const Exec& exec) = nullptr;
-  /// The shape of an open exchange.
-  const ExchangeShape& (*exchange_shape)(const Exchange& exchange) = nullptr;
+  /// The state of an open exchange.
+  const ExchangeState& (*exchange_state)(const Exchange& exchange) = nullptr;
   void (*exchange_check)(Exchange& exchange, const Exec& exec) = nullptr;
   void (*exchange_reset)(Exchange& exchange, const Exec& exec) = nullptr;
-  std::int64_t (*exchange_rows)(Exchange& exchange, const Problem& problem,
-                                const Exec& exec) = nullptr;
+  // The parts of a step, in order, with checked arguments.
+  void (*exchange_begin)(Exchange& exchange, const ExchangeStep& step) = nullptr;
+  std::int64_t (*exchange_rows)(Exchange& exchange) = nullptr;
+  /// Keeps the step, whose rows and buffers are now known.
+  void (*exchange_compute)(Exchange& exchange, const ExchangeStep& step) = nullptr;
+  void (*exchange_finish)(Exchange& exchange) = nullptr;
   Sizes (*exchange_sizes)(const Exchange& exchange, const Problem& problem, std::int64_t rows,
                           Pass pass, const Exec& exec) = nullptr;
-  void (*exchange_forward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                           const ForwardArgs& args, ExchangePart part, const Exec& exec) = nullptr;
-  void (*exchange_backward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                            const BackwardArgs& args, ExchangePart part,
-                            const Exec& exec) = nullptr;
 };
 
 /// The functions below are in src/backends.cc, which stands above all backends.

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "core/check_tensor.h"
-#include "sonicmoe/exchange.h"
+#include "core/exchange_step.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/packed.h"
@@ -107,11 +107,16 @@ void router_losses_backward_overlap(const RouteOptions& options, const Tensor& l
 void exchange_shape(const ExchangeShape& shape);
 /// `needed` is the size of a symmetric buffer.
 void exchange_options(const ExchangeOptions& options, std::int64_t needed, const Exec& exec);
-/// Whether a step of `problem` fits an exchange of this shape.
-void exchange_problem(const ExchangeShape& shape, const Problem& problem, std::int64_t rows);
+/// Whether a step of `problem` fits an exchange of this shape, apart from its rows.
+void exchange_problem(const ExchangeShape& shape, const Problem& problem);
+/// Whether a rank's layer may have so many rows.
+void exchange_rows(const ExchangeShape& shape, const Problem& problem, std::int64_t rows);
+void exchange_part(ExchangePart part);
+/// Refuses a part that is not the next one of `pass`.
+void exchange_order(const ExchangeState& state, Pass pass, ExchangePart part);
 void exchange_forward(const ExchangeShape& shape, const Problem& problem, const ForwardArgs& args,
-                      ExchangePart part, const Exec& exec);
+                      const Exec& exec);
 void exchange_backward(const ExchangeShape& shape, const Problem& problem, const BackwardArgs& args,
-                       ExchangePart part, const Exec& exec);
+                       const Exec& exec);
 
 }  // namespace sonicmoe::checks

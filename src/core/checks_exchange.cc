@@ -71,7 +71,7 @@ void exchange_options(const ExchangeOptions& o, std::int64_t needed, const Exec&
   }
 }
 
-void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t rows) {
+void exchange_problem(const ExchangeShape& s, const Problem& p) {
   problem(p);
   if (p.form == RoutingForm::kGrouped) {
     refuse(Status::kUnsupported,
@@ -93,6 +93,9 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
     refuse("experts is " + std::to_string(p.experts) + ", must be a multiple of the " +
            std::to_string(s.ranks) + " ranks");
   }
+}
+
+void exchange_rows(const ExchangeShape& s, const Problem& p, std::int64_t rows) {
   at_least("rows", rows, 0);
   below_2_31("rows", rows);
   Problem layer = own_problem(s, p);
@@ -103,16 +106,38 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
   problem(layer);
 }
 
-void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArgs& args,
-                      ExchangePart part, const Exec& exec) {
+void exchange_part(ExchangePart part) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
+}
+
+void exchange_order(const ExchangeState& state, Pass pass, ExchangePart part) {
+  if (state.next == part && (part == ExchangePart::kBegin || state.step.pass == pass)) return;
+  constexpr const char* kNames[kPartCount] = {"kAll", "kBegin", "kCompute", "kFinish"};
+  const auto name = [&](ExchangePart p, Pass of) {
+    return std::string(kNames[static_cast<int>(p)]) + " of " +
+           (of == Pass::kBackward ? "exchange_backward" : "exchange_forward");
+  };
+  const std::string asked = "part is " + name(part, pass) + " but ";
+  if (state.next == ExchangePart::kAll) {
+    refuse(asked +
+           "a part of the step has failed; exchange_reset on all ranks makes the exchange usable "
+           "again.");
+  }
+  refuse(asked + "the next part must be " +
+         (state.next == ExchangePart::kBegin ? "kBegin" : name(state.next, state.step.pass)) +
+         "; exchange_reset on all ranks gives a step up.");
+}
+
+void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArgs& args,
+                      const Exec& exec) {
+  exchange_problem(s, p);
   checks::moe_forward(own_problem(s, p), args, exec);
   fp8_weights(own_problem(s, p), args.fp8_weights, exec);
 }
 
 void exchange_backward(const ExchangeShape& s, const Problem& p, const BackwardArgs& args,
-                       ExchangePart part, const Exec& exec) {
-  known("part", static_cast<std::int32_t>(part), kPartCount);
+                       const Exec& exec) {
+  exchange_problem(s, p);
   checks::moe_backward(own_problem(s, p), args, exec);
   fp8_weights(own_problem(s, p), args.fp8_weights, exec);
 }

@@ -90,13 +90,14 @@ const BackendTable* cuda_backend() {
     backend.exchange_bytes = &cuda::exchange_bytes;
     backend.exchange_open = &cuda::exchange_open;
     backend.exchange_close = &cuda::exchange_close;
-    backend.exchange_shape = [](const Exchange& e) -> const ExchangeShape& { return e.shape; };
+    backend.exchange_state = [](const Exchange& e) -> const ExchangeState& { return e; };
     backend.exchange_check = &cuda::exchange_check;
     backend.exchange_reset = on_device<&cuda::exchange_reset>;
-    backend.exchange_rows = &cuda::exchange_rows;
     backend.exchange_sizes = &cuda::exchange_sizes;
-    backend.exchange_forward = on_device<&cuda::exchange_forward>;
-    backend.exchange_backward = on_device<&cuda::exchange_backward>;
+    backend.exchange_begin = &cuda::exchange_begin;
+    backend.exchange_rows = &cuda::exchange_rows;
+    backend.exchange_compute = &cuda::exchange_compute;
+    backend.exchange_finish = &cuda::exchange_finish;
     return backend;
   }();
   return &kBackend;

@@ -159,8 +159,7 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   Group group(shape, options);
   group.route(1, 24);
   const auto start = steady_clock::now();
-  for (const ExchangePart part :
-       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+  for (const ExchangePart part : testing::kParts) {
     for (const std::int32_t r : {0, 1}) {
       try {
         group.layers[r]->forward(part);
@@ -176,8 +175,7 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_THROW(group.layers[0]->forward(ExchangePart::kBegin), Error);
   // The late rank learns at its first wait that the other ranks have ended the step.
   try {
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : testing::kParts) {
       group.layers[2]->forward(part);
     }
   } catch (const Error&) {
@@ -207,8 +205,7 @@ TEST(Exchange, ARankThatLeavesAStepEndsItOnEveryRank) {
   };
   set_limit(milliseconds(1'000));
   const auto start = steady_clock::now();
-  for (const ExchangePart part :
-       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+  for (const ExchangePart part : testing::kParts) {
     group.layers[0]->backward(part);
     group.layers[1]->forward(part);
     group.layers[2]->backward(part);
@@ -379,8 +376,7 @@ TEST(Exchange, OverflowIsReportedOnEveryRank) {
   const std::int64_t rows = 1024;  // fewer rows than rank 0 gets below
   Group group(shape, options_of(shape, 2, ExchangeTransport::kPush), rows);
   group.route(1, 12);
-  for (const ExchangePart part :
-       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+  for (const ExchangePart part : testing::kParts) {
     for (auto& layer : group.layers) layer->forward(part);
     must(cudaDeviceSynchronize());
   }

@@ -111,8 +111,7 @@ class ParallelLayer {
     });
     if (spoil_.rows) spoil(spoil_.rows);
     each([&](std::int32_t r, Share& s) {
-      s.rows = form_.exact ? exchange_rows(ranks_->exchange(r), s.problem, ranks_->exec(r))
-                           : row_capacity(p);
+      s.rows = form_.exact ? exchange_rows(ranks_->exchange(r), ranks_->exec(r)) : row_capacity(p);
       const Sizes sizes =
           exchange_sizes(ranks_->exchange(r), s.problem, s.rows, pass, ranks_->exec(r));
       s.scratch = s.array(sizes.scratch_bytes);
@@ -157,8 +156,7 @@ class ParallelLayer {
       a.grads = experts(p, args.grads, r);
       a.grad_mode = args.grad_mode;
     });
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : testing::kParts) {
       each([&](std::int32_t r, Share& s) {
         exchange_backward(ranks_->exchange(r), s.problem, s.rows, parts[r], part, ranks_->exec(r));
       });

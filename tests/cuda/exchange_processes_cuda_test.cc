@@ -170,12 +170,10 @@ std::vector<std::string> expected_bits() {
     layers[r]->route(1, static_cast<int>(shape.experts));
     layers[r]->poison();
   }
-  for (const ExchangePart part :
-       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+  for (const ExchangePart part : testing::kParts) {
     for (auto& layer : layers) layer->forward(part);
   }
-  for (const ExchangePart part :
-       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+  for (const ExchangePart part : testing::kParts) {
     for (auto& layer : layers) layer->backward(part);
   }
   ranks.wait();

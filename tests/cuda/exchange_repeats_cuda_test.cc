@@ -90,8 +90,7 @@ Bits run_awaiting(Group& group) {
   group.poison();
   set_awaits_rows(group, true);
   for (const bool backward : {false, true}) {
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : testing::kParts) {
       for (auto& layer : group.layers) backward ? layer->backward(part) : layer->forward(part);
       group.ranks.wait();
     }

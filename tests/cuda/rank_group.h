@@ -32,14 +32,12 @@ struct Group {
     for (auto& layer : layers) layer->route(seed, experts);
   }
   void forward() {
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : testing::kParts) {
       for (const std::int32_t r : order) layers[r]->forward(part);
     }
   }
   void backward() {
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (const ExchangePart part : testing::kParts) {
       for (const std::int32_t r : order) layers[r]->backward(part);
     }
   }

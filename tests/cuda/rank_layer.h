@@ -15,6 +15,9 @@ namespace sonicmoe::testing {
 
 using Bits = std::vector<std::vector<std::uint8_t>>;
 
+inline constexpr ExchangePart kParts[] = {ExchangePart::kBegin, ExchangePart::kCompute,
+                                          ExchangePart::kFinish};
+
 /// A rank and where it runs.
 struct RankHandle {
   Exchange* exchange;
@@ -122,7 +125,7 @@ class RankLayer {
   void backward(ExchangePart part) {
     exchange_backward(*at_.exchange, problem_, rows_, backward_, part, exec());
   }
-  std::int64_t rows_asked() const { return exchange_rows(*at_.exchange, problem_, exec()); }
+  std::int64_t rows_asked() const { return exchange_rows(*at_.exchange, exec()); }
   void poison() {
     must(cudaSetDevice(at_.ordinal));
     for (DeviceArray* a : outputs()) a->fill(0x7f);

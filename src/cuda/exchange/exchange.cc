@@ -207,7 +207,7 @@ void exchange_check(Exchange& exchange, const Exec& exec) {
 void exchange_reset(Exchange& exchange, const Exec& exec) {
   check_handle(exchange, exec);
   clear_control(exchange);
-  exchange.step = {};
+  exchange.next = ExchangePart::kBegin;
 }
 
 }  // namespace sonicmoe::cuda

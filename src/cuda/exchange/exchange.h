@@ -1,30 +1,22 @@
 // The exchange's functions of the CUDA backend, and its state.
 #pragma once
 
+#include "core/exchange_step.h"
 #include "cuda/device/device.h"
 #include "cuda/exchange/kernels.h"
-#include "sonicmoe/exchange.h"
 
 namespace sonicmoe {
 
-/// One rank's exchange. exchange_open() sets all fields. Later only `step` changes.
-struct Exchange {
-  /// The part that must be called next, and its pass. After a part has failed, `next` is kAll:
-  /// every part is then refused until exchange_reset().
-  struct Step {
-    Pass pass = Pass::kInference;
-    ExchangePart next = ExchangePart::kBegin;
-  };
-
+/// One rank's exchange. exchange_open() sets all fields. Later only the step and `next` change.
+struct Exchange : ExchangeState {
   const cuda::Device* device = nullptr;
-  ExchangeShape shape{};
   cuda::ExchangeLayout layout{};
   cuda::Peers peers{};
   ExchangeTransport transport = ExchangeTransport::kPush;
   int multiprocessors = 0;
   cuda::WaitLimits limits{};
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
-  std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
+  std::int64_t* row_count = nullptr;    ///< pinned; the result of BegunForward::rows()
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
   cudaStream_t aside = nullptr;         ///< copies own rows; runs sums beside weight gradients
   cudaEvent_t reached = nullptr;        ///< the event that follow() records
@@ -32,7 +24,6 @@ struct Exchange {
   /// ranks share a GPU: one rank's waiting tiles would keep the other rank's kernels from running.
   bool awaits_rows = false;
   int groups = 0;  ///< launches for rows of other ranks; 0: by the layer's sizes
-  Step step{};
 };
 
 namespace cuda {
@@ -42,13 +33,12 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
 void exchange_close(Exchange* exchange, const Exec& exec);
 void exchange_check(Exchange& exchange, const Exec& exec);
 void exchange_reset(Exchange& exchange, const Exec& exec);
-std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exec& exec);
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec);
-void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, ExchangePart part, const Exec& exec);
-void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, ExchangePart part, const Exec& exec);
+void exchange_begin(Exchange& exchange, const ExchangeStep& step);
+std::int64_t exchange_rows(Exchange& exchange);
+void exchange_compute(Exchange& exchange, const ExchangeStep& step);
+void exchange_finish(Exchange& exchange);
 
 /// Refuses exec.device if its GPU or engine is not that of the exchange.
 void check_handle(const Exchange& exchange, const Exec& exec);

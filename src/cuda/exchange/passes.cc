@@ -6,8 +6,6 @@
 //   exec.stream   routing | caller   | pairs, layer | caller   | sum
 //   sending               | rows                    | partial sums
 //   aside                 | own rows                       | sums of backward
-#include <string>
-
 #include "cuda/device/carver.h"
 #include "cuda/exchange/step.h"
 #include "cuda/layer/checks.h"
@@ -64,56 +62,72 @@ void copy_own(const Exchange& e, const Tensor& rows, std::int64_t offset) {
                 e.aside);
 }
 
-const char* part_name(ExchangePart part) {
-  return part == ExchangePart::kBegin     ? "kBegin"
-         : part == ExchangePart::kCompute ? "kCompute"
-                                          : "kFinish";
-}
-const char* pass_name(Pass pass) {
-  return pass == Pass::kBackward ? "exchange_backward" : "exchange_forward";
+constexpr std::uint32_t kForwardPhases = phase_bit(kPhaseRouting) | phase_bit(kPhaseStarted) |
+                                         phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
+                                         phase_bit(kPhaseMorePartials);
+constexpr std::uint32_t kBackwardPhases = phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
+                                          phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
+                                          phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
+
+void begin_forward(const Run& run, const ForwardArgs& args) {
+  const Exchange& e = run.exchange;
+  const OwnSlots slots = own_slots(e, run.problem, args.routing);
+  begin_step(run, slots, kForwardPhases);
+  send_slots(*e.device, e.peers, e.shape, slots, run.stream);
+  announce_by_kernel(*e.device, e.peers, kPhaseRouting, run.stream);
+  begin_sending(run);
+  send_rows(e, args.x, {e.layout.x, kPhaseRows});
+  copy_own(e, args.x, e.layout.x);
 }
 
-/// Refuses a part that is not the next one of this pass.
-void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
-  const Exchange::Step& step = exchange.step;
-  if (step.next == part && (part == ExchangePart::kBegin || step.pass == pass)) return;
-  const std::string asked = std::string("part is ") + part_name(part) + " of " + pass_name(pass);
-  if (step.next == ExchangePart::kAll) {
-    throw Error(Status::kInvalidArgument,
-                asked +
-                    " but a part of the step has failed; exchange_reset on all ranks makes the "
-                    "exchange usable again.");
-  }
-  throw Error(
-      Status::kInvalidArgument,
-      asked + " but the next part must be " + part_name(step.next) +
-          (step.next == ExchangePart::kBegin ? "" : std::string(" of ") + pass_name(step.pass)) +
-          "; exchange_reset on all ranks gives a step up.");
+void begin_backward(const Run& run, const BackwardArgs& args) {
+  const Exchange& e = run.exchange;
+  begin_step(run, own_slots(e, run.problem, args.routing), kBackwardPhases);
+  begin_sending(run);
+  send_rows(e, args.dout, {e.layout.dout, kPhaseRows});
+  send_rows(e, args.x, {e.layout.x, kPhaseAgain});
+  copy_own(e, args.dout, e.layout.dout);
+  copy_own(e, args.x, e.layout.x);
 }
 
-/// The checks of a part before any work. Only the first part checks for faults of earlier steps.
-/// The later parts are always enqueued, even if the host could already see a fault of this step.
-void check_call(Exchange& exchange, ExchangePart part, const Exec& exec) {
-  const bool first = part == ExchangePart::kBegin || part == ExchangePart::kAll;
-  first ? cuda::exchange_check(exchange, exec) : check_handle(exchange, exec);
+void list_rows(const Run& run) {
+  run.wait({kPhaseRouting}, run.stream);
+  const PairWork work = pair_work(run.exchange, run.problem);
+  count_pairs(work, &run.memory.pairs, run.stream);
+  list_pairs(work, run.memory.pairs, run.stream);
 }
 
-/// Runs one part, or all of them. If a part throws in the middle, the other ranks wait for rows
-/// that are never sent. So `next` is kAll while a part runs: after a throw every call is refused
-/// until exchange_reset().
-template <class Begin, class Compute, class Finish>
-void run_parts(Exchange& exchange, Pass pass, ExchangePart part, const Begin& begin,
-               const Compute& compute, const Finish& finish) {
-  const auto one = [&](ExchangePart which, ExchangePart next, const auto& work) {
-    if (part != ExchangePart::kAll && part != which) return;
-    exchange.step = {pass, ExchangePart::kAll};
-    work();
-    exchange.step.next = next;
-  };
-  check_part(exchange, pass, part == ExchangePart::kAll ? ExchangePart::kBegin : part);
-  one(ExchangePart::kBegin, ExchangePart::kCompute, begin);
-  one(ExchangePart::kCompute, ExchangePart::kFinish, compute);
-  one(ExchangePart::kFinish, ExchangePart::kBegin, finish);
+/// The gradients of routing weights arrive before the partial sums, and are taken while these
+/// travel.
+void take_scores(const Run& run, const BackwardArgs& args) {
+  const Exchange& e = run.exchange;
+  if (args.dweights.data == nullptr) return;
+  run.wait({kPhaseScores}, e.aside);
+  take_score_grads(e.peers, e.shape, own_slots(e, run.problem, args.routing), args.dweights,
+                   e.aside);
+}
+
+/// Refuses what the layer of one rank does not serve.
+void check_step(const Exchange& e, const ExchangeStep& step) {
+  const Problem layer = layer_problem(e, step.problem, step.rows);
+  const bool back = step.pass == Pass::kBackward;
+  check_rows("x", back ? step.backward.x : step.forward.x);
+  check_problem(layer, *e.device->engine);
+  check_weights(layer, back ? step.backward.weights : step.forward.weights);
+  if (!back) return check_rows("out", step.forward.out);
+  check_rows("dout", step.backward.dout);
+  if (step.backward.dx.data != nullptr) check_rows("dx", step.backward.dx);
+  check_grads(layer, step.backward.weights, step.backward.grads);
+}
+
+/// Runs a part. If it throws in the middle, the other ranks wait for rows that are never sent. So
+/// `next` is kAll meanwhile: after a throw every call is refused until exchange_reset().
+template <class F>
+void run_part(Exchange& exchange, ExchangePart next, const F& part) {
+  const CurrentDevice current(*exchange.device);
+  exchange.next = ExchangePart::kAll;
+  part(Run(exchange));
+  exchange.next = next;
 }
 
 }  // namespace
@@ -154,6 +168,14 @@ StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffe
   return m;
 }
 
+StepMemory step_memory(const Problem& layer, const ExchangeStep& step) {
+  const bool back = step.pass == Pass::kBackward;
+  void* saved = back ? step.backward.saved.data : step.forward.saved.data;
+  void* scratch = back ? step.backward.scratch.data : step.forward.scratch.data;
+  const Pass pass = back || saved != nullptr ? step.pass : Pass::kInference;
+  return step_memory(layer, pass, {saved, scratch}, step.exec);
+}
+
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec) {
   check_handle(exchange, exec);
@@ -165,15 +187,23 @@ Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int6
   return sizes;
 }
 
-std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exec& exec) {
+void exchange_begin(Exchange& exchange, const ExchangeStep& step) {
+  check_step(exchange, step);
+  exchange.step = step;
+  run_part(exchange, ExchangePart::kCompute, [&](const Run& run) {
+    step.pass == Pass::kBackward ? begin_backward(run, step.backward)
+                                 : begin_forward(run, step.forward);
+  });
+}
+
+std::int64_t exchange_rows(Exchange& exchange) {
   const CurrentDevice current(*exchange.device);
-  cuda::exchange_check(exchange, exec);
-  check_part(exchange, Pass::kForward, ExchangePart::kCompute);
+  const Exec& exec = exchange.step.exec;
   const cudaStream_t stream = stream_of(exec);
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
   wait_for(*exchange.device, exchange.peers, {kPhaseRouting}, exchange.limits, stream);
-  const PairWork work = pair_work(exchange, problem);
+  const PairWork work = pair_work(exchange, exchange.step.problem);
   count_pairs(work, nullptr, stream);
   sum_pairs(work, static_cast<std::int64_t*>(count), stream);
   check_cuda(cudaStreamSynchronize(stream), "waiting for the number of rows");
@@ -181,74 +211,26 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
   return *exchange.row_count;
 }
 
-void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, ExchangePart part, const Exec& exec) {
-  check_call(exchange, part, exec);
-  check_rows("x", args.x);
-  check_rows("out", args.out);
-  const Pass pass = args.saved.data == nullptr ? Pass::kInference : Pass::kForward;
-  const Run run(exchange, problem, rows, pass, {args.saved.data, args.scratch.data}, exec);
-  check_problem(run.layer, *exchange.device->engine);
-  check_weights(run.layer, args.weights);
-  const auto begin = [&] {
-    const OwnSlots slots = own_slots(exchange, problem, args.routing);
-    begin_step(run, slots,
-               phase_bit(kPhaseRouting) | phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
-                   phase_bit(kPhasePartials) | phase_bit(kPhaseMorePartials));
-    send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
-    announce_by_kernel(*exchange.device, exchange.peers, kPhaseRouting, run.stream);
-    begin_sending(run);
-    send_rows(exchange, args.x, {exchange.layout.x, kPhaseRows});
-    copy_own(exchange, args.x, exchange.layout.x);
-  };
-  const auto compute = [&] {
-    run.wait({kPhaseRouting}, run.stream);
-    const PairWork work = pair_work(exchange, problem);
-    count_pairs(work, &run.memory.pairs, run.stream);
-    list_pairs(work, run.memory.pairs, run.stream);
-    compute_forward(run, args);
-  };
-  const auto finish = [&] {
-    finish_forward(run, args);
-    end_step(run);
-  };
-  run_parts(exchange, Pass::kForward, part, begin, compute, finish);
+void exchange_compute(Exchange& exchange, const ExchangeStep& step) {
+  exchange.step = step;
+  run_part(exchange, ExchangePart::kFinish, [&](const Run& run) {
+    if (step.pass == Pass::kBackward) return compute_backward(run, step.backward);
+    list_rows(run);
+    compute_forward(run, step.forward);
+  });
 }
 
-void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, ExchangePart part, const Exec& exec) {
-  check_call(exchange, part, exec);
-  check_rows("x", args.x);
-  check_rows("dout", args.dout);
-  if (args.dx.data != nullptr) check_rows("dx", args.dx);
-  const Run run(exchange, problem, rows, Pass::kBackward, {args.saved.data, args.scratch.data},
-                exec);
-  check_problem(run.layer, *exchange.device->engine);
-  check_weights(run.layer, args.weights);
-  check_grads(run.layer, args.weights, args.grads);
-  const OwnSlots slots = own_slots(exchange, problem, args.routing);
-  const auto begin = [&] {
-    begin_step(run, slots,
-               phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) |
-                   phase_bit(kPhasePartials) | phase_bit(kPhaseMorePartials) |
-                   phase_bit(kPhaseScores));
-    begin_sending(run);
-    send_rows(exchange, args.dout, {exchange.layout.dout, kPhaseRows});
-    send_rows(exchange, args.x, {exchange.layout.x, kPhaseAgain});
-    copy_own(exchange, args.dout, exchange.layout.dout);
-    copy_own(exchange, args.x, exchange.layout.x);
-  };
-  const auto compute = [&] { compute_backward(run, args); };
-  const auto finish = [&] {
-    // The gradients of routing weights arrive first, and are taken while partial sums travel.
-    if (args.dweights.data != nullptr) {
-      run.wait({kPhaseScores}, exchange.aside);
-      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.aside);
+void exchange_finish(Exchange& exchange) {
+  const ExchangeStep& step = exchange.step;
+  run_part(exchange, ExchangePart::kBegin, [&](const Run& run) {
+    if (step.pass == Pass::kBackward) {
+      take_scores(run, step.backward);
+      finish_backward(run, step.backward);
+    } else {
+      finish_forward(run, step.forward);
     }
-    finish_backward(run, args);
     end_step(run);
-  };
-  run_parts(exchange, Pass::kBackward, part, begin, compute, finish);
+  });
 }
 
 }  // namespace sonicmoe::cuda

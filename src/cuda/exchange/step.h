@@ -25,10 +25,12 @@ struct StepBuffers {
 /// Divides the buffers into the arrays of a step. With null buffers only the sizes are valid.
 StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
                        const Exec& exec);
+StepMemory step_memory(const Problem& layer, const ExchangeStep& step);
 
 /// The layer of one rank: tokens of all ranks, its own experts, at most `rows` pairs.
 Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int64_t rows);
 
+/// The step that an exchange runs.
 struct Run {
   const Exchange& exchange;
   const Problem& problem;
@@ -37,14 +39,13 @@ struct Run {
   const Exec& exec;
   cudaStream_t stream;
 
-  Run(const Exchange& e, const Problem& p, std::int64_t rows, Pass pass, const StepBuffers& buffers,
-      const Exec& x)
+  explicit Run(const Exchange& e)
       : exchange(e),
-        problem(p),
-        layer(layer_problem(e, p, rows)),
-        memory(step_memory(layer, pass, buffers, x)),
-        exec(x),
-        stream(stream_of(x)) {}
+        problem(e.step.problem),
+        layer(layer_problem(e, problem, e.step.rows)),
+        memory(step_memory(layer, e.step)),
+        exec(e.step.exec),
+        stream(stream_of(exec)) {}
 
   Tensor rows_at(void* data) const {
     return tensor2(data, layer.dtype, layer.tokens, layer.hidden);
