@@ -101,6 +101,10 @@ SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 
+/// Bytes of ExchangeBuffers::kept_x: W * max_tokens * d elements.
+SONICMOE_API std::int64_t exchange_kept_bytes(const Exchange& exchange, const Problem& problem,
+                                              const Exec& exec);
+
 // The parts of a step are objects: begin is a constructor, and each part returns the object of the
 // next one. Between two parts the caller may enqueue its own work on exec.stream: it runs while
 // another stream transfers rows and partial sums. Begin checks and copies the arguments; tensors
@@ -121,6 +125,9 @@ struct ExchangeBuffers {
   Buffer h{};
   Buffer saved{};
   Buffer scratch{};
+  /// exchange_kept_bytes(): the rows of x that have come are kept here, for BegunBackward. Without
+  /// it backward sends them again.
+  Buffer kept_x{};
 };
 
 /// moe_forward() over all ranks. `args.weights` are this rank's E/W experts, and with
@@ -148,12 +155,15 @@ struct BegunForward {
 };
 
 /// moe_backward() over all ranks. `args.grads` are the gradients of this rank's E/W experts; dx and
-/// dweights are those of this rank's tokens. x is sent again, because ranks do not keep rows of
-/// other ranks. All ranks must ask for the same gradients among dx and dweights.
+/// dweights are those of this rank's tokens. All ranks must ask for the same gradients among dx and
+/// dweights.
 struct BegunBackward {
-  /// Sends rows of dout, then of x.
+  /// Sends rows of dout, then of x. `kept_x` is as forward wrote it, and is only read: with it x is
+  /// not sent. Either all ranks pass it or none does: otherwise the step fails, because a rank waits
+  /// for rows that others do not send. Results have the same bits.
   SONICMOE_API BegunBackward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                             const BackwardArgs& args, const Exec& exec);
+                             const BackwardArgs& args, const Exec& exec,
+                             const Buffer& kept_x = {});
   /// As BegunForward::compute().
   SONICMOE_API ComputedStep compute() &&;
 
@@ -164,7 +174,7 @@ struct BegunBackward {
 /// A part of a step by its number, for callers that cannot hold an object; kAll runs all three.
 enum class ExchangePart : std::int32_t { kAll = 0, kBegin = 1, kCompute = 2, kFinish = 3 };
 
-/// The same steps by numbers. kBegin reads all arguments except a forward's `rows` and buffers;
+/// The same steps by numbers, without kept_x. kBegin reads all arguments except a forward's `rows` and buffers;
 /// kCompute of a forward reads these, and no other part reads any. A part that is not the next one
 /// throws Status::kInvalidArgument.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,

@@ -58,9 +58,12 @@ void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
 void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);
-/// With `unpacked`, the gate, up and down of args.weights are memory in it.
-void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked = {});
-void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked = {});
+/// With `unpacked`, the gate, up and down of args.weights are memory in it. `kept_x` is that of an
+/// exchange.
+void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked = {},
+                     const Buffer& kept_x = {});
+void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked = {},
+                      const Buffer& kept_x = {});
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);

@@ -82,8 +82,10 @@ void gemm_overlap(const Args& args) {
 
 }  // namespace
 
-void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked) {
+void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked,
+                     const Buffer& kept_x) {
   Lent lent;
+  lent.add("kept_x", kept_x);
   lent.add("h", args.h);
   lent.add("saved", args.saved);
   lent.add("scratch", args.scratch);
@@ -97,8 +99,10 @@ void forward_overlap(const ForwardArgs& args, const UnpackedMemory& unpacked) {
   lent.refuse_shared_memory();
 }
 
-void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked) {
+void backward_overlap(const BackwardArgs& args, const UnpackedMemory& unpacked,
+                      const Buffer& kept_x) {
   Lent lent;
+  lent.add("kept_x", kept_x);
   lent.add("h", args.h);
   lent.add("saved", args.saved);
   lent.add("scratch", args.scratch);

@@ -30,6 +30,12 @@ const ExchangeStep& running(const Exchange& exchange, Pass pass, ExchangePart pa
   return state.step;
 }
 
+void check_kept(const Exchange& exchange, const ExchangeStep& step) {
+  if (step.kept_x.data == nullptr) return;
+  const std::int64_t needed = exchange_kept_bytes(exchange, step.problem, step.exec);
+  checks::buffer(step.kept_x, "kept_x", needed, step.exec);
+}
+
 /// Checks what a forward knows only when it computes, and adds it to the step.
 ExchangeStep with_buffers(const Exchange& exchange, ExchangeStep step, std::int64_t rows,
                           const ExchangeBuffers& buffers) {
@@ -38,10 +44,12 @@ ExchangeStep with_buffers(const Exchange& exchange, ExchangeStep step, std::int6
   args.h = buffers.h;
   args.saved = buffers.saved;
   args.scratch = buffers.scratch;
+  step.kept_x = buffers.kept_x;
   const Pass pass = checks::forward_pass(args);
   checks::exchange_rows(state_of(exchange, step.exec).shape, step.problem, rows);
   checks::forward_buffers(args, sizes_of(exchange, step.problem, rows, pass, step.exec), step.exec);
-  checks::forward_overlap(args);
+  check_kept(exchange, step);
+  checks::forward_overlap(args, {}, step.kept_x);
   return step;
 }
 
@@ -55,13 +63,15 @@ ExchangeStep forward_step(const Exchange& exchange, const Problem& problem, cons
 }
 
 ExchangeStep backward_step(const Exchange& exchange, const Problem& problem, std::int64_t rows,
-                           const BackwardArgs& args, const Exec& exec) {
+                           const BackwardArgs& args, const Exec& exec, const Buffer& kept_x) {
   const ExchangeShape& shape = state_of(exchange, exec).shape;
   checks::exchange_backward(shape, problem, args, exec);
   checks::exchange_rows(shape, problem, rows);
   checks::backward_buffers(args, sizes_of(exchange, problem, rows, Pass::kBackward, exec), exec);
-  checks::backward_overlap(args);
-  return {Pass::kBackward, problem, rows, {}, args, exec};
+  const ExchangeStep step{Pass::kBackward, problem, rows, {}, args, exec, kept_x};
+  check_kept(exchange, step);
+  checks::backward_overlap(args, {}, kept_x);
+  return step;
 }
 
 /// Only begin looks for faults of earlier steps. The other parts of a step are enqueued even if the
@@ -123,6 +133,13 @@ Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int6
   return sizes_of(exchange, problem, rows, pass, exec);
 }
 
+std::int64_t exchange_kept_bytes(const Exchange& exchange, const Problem& problem,
+                                 const Exec& exec) {
+  const ExchangeShape& shape = state_of(exchange, exec).shape;
+  checks::exchange_problem(shape, problem);
+  return shape.ranks * shape.max_tokens * problem.hidden * dtype_bytes(shape.dtype);
+}
+
 BegunForward::BegunForward(Exchange& e, const Problem& problem, const ForwardArgs& args,
                            const Exec& x)
     : exchange(&e), exec(x) {
@@ -136,9 +153,9 @@ ComputedStep BegunForward::compute(std::int64_t rows, const ExchangeBuffers& buf
 }
 
 BegunBackward::BegunBackward(Exchange& e, const Problem& problem, std::int64_t rows,
-                             const BackwardArgs& args, const Exec& x)
+                             const BackwardArgs& args, const Exec& x, const Buffer& kept_x)
     : exchange(&e), exec(x) {
-  begin(e, backward_step(e, problem, rows, args, x));
+  begin(e, backward_step(e, problem, rows, args, x, kept_x));
 }
 
 ComputedStep BegunBackward::compute() && { return compute_backward(*exchange, exec); }

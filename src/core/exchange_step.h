@@ -13,6 +13,7 @@ struct ExchangeStep {
   ForwardArgs forward{};
   BackwardArgs backward{};
   Exec exec{};
+  Buffer kept_x{};  ///< ExchangeBuffers::kept_x; empty: backward sends x again
 };
 
 struct ExchangeState {

@@ -51,7 +51,7 @@ class Lent {
   };
 
   std::array<NamedTensor, 33> tensors_;
-  std::array<NamedBuffer, 5> buffers_;
+  std::array<NamedBuffer, 6> buffers_;
   std::size_t tensor_count_ = 0;
   std::size_t buffer_count_ = 0;
 };

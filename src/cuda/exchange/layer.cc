@@ -195,6 +195,18 @@ void send_part(const Run& run, std::int32_t place, const TokenPart& part, cudaSt
   send_partials(e, {run.memory.partials, run.layer.hidden, run.memory.pairs.has_row, part, place});
 }
 
+/// Copies the rows of x to the caller's buffer, on the stream `aside`, while the layer computes.
+/// Rows that this rank did not need are copied too, whatever they are.
+void keep_rows(const Run& run) {
+  const Exchange& e = run.exchange;
+  const Tensor rows = run.received(e.layout.x);
+  follow(e, e.aside, run.stream);
+  check_cuda(cudaMemcpyAsync(e.step.kept_x.data, rows.data,
+                             rows.shape[0] * rows.shape[1] * dtype_bytes(rows.dtype),
+                             cudaMemcpyDeviceToDevice, e.aside),
+             "keeping rows of x");
+}
+
 /// Announces the phases of a rank that has no rows for its experts, because the other ranks wait
 /// for its flags.
 void send_nothing(const Run& run) {
@@ -275,7 +287,8 @@ struct Backward {
   }
   static BackwardArgs layer_args(const Run& run, const BackwardArgs& a) {
     BackwardArgs layer = a;
-    layer.x = run.received(run.exchange.layout.x);
+    layer.x = run.keeps_rows() ? run.rows_at(run.exchange.step.kept_x.data)
+                               : run.received(run.exchange.layout.x);
     layer.dout = run.received(run.exchange.layout.dout);
     layer.routing = run.pairs();
     layer.saved = run.memory.layer_saved;
@@ -371,6 +384,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   rows.multiply(a, counters, [&](const RowProduct& product) {
     launch([&](Steps& steps) { steps.add("A", product); });
   });
+  if (run.keeps_rows()) keep_rows(run);
   int counter = 1 + kMostSourceGroups;
   const auto multiply_down = [&](const Metadata& list) {
     launch([&](Steps& steps) { steps.add("Y", part_of(y, list, counters, counter++)); });
@@ -387,6 +401,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     }
   }
   follow(e, e.sending, run.stream);
+  if (run.keeps_rows()) follow(e, e.sending, e.aside);
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   multiply_down(m.split.own);
 }
@@ -410,7 +425,7 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   Backward b(run, args);
   if (run.layer.capacity == 0) {
     run.wait({kPhaseRows}, run.stream);
-    run.wait({kPhaseAgain}, run.stream);
+    if (!run.keeps_rows()) run.wait({kPhaseAgain}, run.stream);
     cuda::moe_backward(run.layer, b.args, run.exec);
     send_nothing(run);
     announce(e, kPhaseScores, e.sending);
@@ -431,8 +446,10 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   });
   // The wait increments `arrival` once the rows of x have come, then launches dW1, which may start
   // before dW2 is complete.
-  b.call.arrival = b.scratch.counters + kArrivalCounter;
-  run.wait({kPhaseAgain, ~std::uint64_t{0}, b.call.arrival}, run.stream);
+  if (!run.keeps_rows()) {
+    b.call.arrival = b.scratch.counters + kArrivalCounter;
+    run.wait({kPhaseAgain, ~std::uint64_t{0}, b.call.arrival}, run.stream);
+  }
   launch([&](Steps& steps) { add_up_grads(b.call, steps); });
   signal(*e.device, e.peers, kPhaseFree, run.stream);
 }

@@ -65,9 +65,10 @@ void copy_own(const Exchange& e, const Tensor& rows, std::int64_t offset) {
 constexpr std::uint32_t kForwardPhases = phase_bit(kPhaseRouting) | phase_bit(kPhaseStarted) |
                                          phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
                                          phase_bit(kPhaseMorePartials);
-constexpr std::uint32_t kBackwardPhases = phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
-                                          phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
-                                          phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
+/// And kPhaseAgain, if x is sent again.
+constexpr std::uint32_t kBackwardPhases =
+    phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
+    phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
 
 void begin_forward(const Run& run, const ForwardArgs& args) {
   const Exchange& e = run.exchange;
@@ -82,12 +83,14 @@ void begin_forward(const Run& run, const ForwardArgs& args) {
 
 void begin_backward(const Run& run, const BackwardArgs& args) {
   const Exchange& e = run.exchange;
-  begin_step(run, own_slots(e, run.problem, args.routing), kBackwardPhases);
+  const bool again = !run.keeps_rows();
+  begin_step(run, own_slots(e, run.problem, args.routing),
+             kBackwardPhases | (again ? phase_bit(kPhaseAgain) : 0));
   begin_sending(run);
   send_rows(e, args.dout, {e.layout.dout, kPhaseRows});
-  send_rows(e, args.x, {e.layout.x, kPhaseAgain});
+  if (again) send_rows(e, args.x, {e.layout.x, kPhaseAgain});
   copy_own(e, args.dout, e.layout.dout);
-  copy_own(e, args.x, e.layout.x);
+  if (again) copy_own(e, args.x, e.layout.x);
 }
 
 void list_rows(const Run& run) {

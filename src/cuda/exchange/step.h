@@ -54,6 +54,8 @@ struct Run {
   Tensor received(std::int64_t offset) const {
     return rows_at(exchange.peers.own<std::uint8_t>(offset));
   }
+  /// Whether forward keeps the rows of x that have come, and backward does not send them again.
+  bool keeps_rows() const { return exchange.step.kept_x.data != nullptr; }
   Routing pairs() const {
     Routing routing;
     routing.token = tensor1(memory.pairs.token, DType::kI32, layer.capacity);
