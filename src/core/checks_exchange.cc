@@ -77,11 +77,6 @@ void exchange_problem(const ExchangeShape& s, const Problem& p) {
     refuse(Status::kUnsupported,
            "form is grouped, must be ids or pairs: an exchange needs to know each token's experts");
   }
-  if (p.up_rank != 0 || p.down_rank != 0) {
-    refuse(Status::kUnsupported, "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
-                                     std::to_string(p.down_rank) +
-                                     ", must be 0: an exchange has no low-rank factors");
-  }
   if (p.dtype != s.dtype) {
     refuse(std::string("dtype is ") + dtype_name(p.dtype) + ", must be " + dtype_name(s.dtype) +
            " as in the exchange's shape");

@@ -18,6 +18,8 @@ using sonicmoe::testing::PretendedRanks;
 
 /// How tokens are divided among ranks.
 enum class Split { kEven, kFirstHasNone, kLastHasAll };
+/// Whose low-rank factors a rank uses.
+enum class FactorsOf { kOwn, kNextRank };
 
 struct Form {
   std::int32_t ranks;
@@ -25,6 +27,7 @@ struct Form {
   Split split = Split::kEven;
   bool exact = false;            ///< asks the device for the number of rows
   const char* engine = nullptr;  ///< null: the device's first engine
+  FactorsOf factors = FactorsOf::kOwn;
 };
 
 /// Changes memory between the parts of a step, when all ranks are idle.
@@ -56,6 +59,14 @@ Weights experts_of(const Weights& w, std::int64_t first, std::int64_t last) {
   return {rows_of(w.gate, first, last), rows_of(w.up, first, last),
           rows_of(w.down, first, last), rows_of(w.b_gate, first, last),
           rows_of(w.b_up, first, last), rows_of(w.b_down, first, last)};
+}
+
+Lora factors_of(const Lora& lora, std::int64_t first, std::int64_t last) {
+  const auto part = [&](const LowRank& f) {
+    return LowRank{rows_of(f.a, first, last), rows_of(f.b, first, last),
+                   rows_of(f.gate_b, first, last), f.scale};
+  };
+  return {part(lora.up), part(lora.down)};
 }
 
 /// Elements of a list, which may have any stride.
@@ -106,6 +117,7 @@ class ParallelLayer {
       a.routing = s.routing;
       a.weights = experts(p, args.weights, r);
       a.fp8_weights = codes(p, a.weights, s, r);
+      a.lora = factors(p, args.lora, r);
       a.out = rows_of(args.out, s.first, s.last);
       exchange_forward(ranks_->exchange(r), s.problem, 0, a, ExchangePart::kBegin, ranks_->exec(r));
     });
@@ -148,6 +160,8 @@ class ParallelLayer {
       a.routing = s.routing;
       a.weights = experts(p, args.weights, r);
       a.fp8_weights = codes(p, a.weights, s, r);
+      a.lora = factors(p, args.lora, r);
+      a.lora_grads = factors(p, args.lora_grads, r);
       a.h = s.h->buffer();
       a.saved = s.saved->buffer();
       a.scratch = scratch->buffer();
@@ -179,6 +193,11 @@ class ParallelLayer {
   Weights experts(const Problem& p, const Weights& w, std::int32_t r) const {
     const std::int64_t each = p.experts / form_.ranks;
     return experts_of(w, r * each, (r + 1) * each);
+  }
+  Lora factors(const Problem& p, const Lora& lora, std::int32_t r) const {
+    const std::int64_t each = p.experts / form_.ranks;
+    const std::int64_t of = form_.factors == FactorsOf::kOwn ? r : (r + 1) % form_.ranks;
+    return factors_of(lora, of * each, (of + 1) * each);
   }
 
   /// The quantised weights of a rank's experts; empty for a problem without fp8.
@@ -317,8 +336,7 @@ Implementation parallel_implementation(const Exec& exec, const Form& form,
     // Each partial sum is rounded once more, so outputs with inexact partial sums may differ.
     const bool same_rounding = c.data != Data::kRoundings || form.ranks == 1;
     return c.subject == Subject::kLayer && serves(c) && same_rounding &&
-           c.problem.form != RoutingForm::kGrouped && c.problem.up_rank == 0 &&
-           c.problem.down_rank == 0 && c.problem.experts % form.ranks == 0;
+           c.problem.form != RoutingForm::kGrouped && c.problem.experts % form.ranks == 0;
   };
   return i;
 }
@@ -383,6 +401,22 @@ TEST_F(ExchangeHarness, Gradients) {
 TEST_F(ExchangeHarness, Fp8) {
   expect_sound({2, ExchangeTransport::kCopy}, "fp8/routing/");
   expect_sound({4, ExchangeTransport::kPush, Split::kFirstHasNone, true}, "fp8/routing/");
+}
+TEST_F(ExchangeHarness, LowRankFactors) {
+  expect_sound({2, ExchangeTransport::kCopy}, "lora/");
+  expect_sound({3, ExchangeTransport::kPush, Split::kFirstHasNone}, "lora/");
+  expect_sound({4, ExchangeTransport::kCopy}, "lora/");
+}
+/// The small form of the test above, for the emulator.
+TEST_F(ExchangeHarness, FewLowRankFactors) {
+  expect_sound({2, ExchangeTransport::kCopy}, "lora/frozen");
+  expect_sound({2, ExchangeTransport::kPush, Split::kFirstHasNone}, "lora/routing-ids_distinct");
+}
+TEST_F(ExchangeHarness, RejectsFactorsOfAnotherRank) {
+  for (const Case& c : all_cases(Extent::kQuick, "lora/routing-ids_distinct/bf16/integers")) {
+    const Form form{.ranks = 2, .factors = FactorsOf::kNextRank};
+    EXPECT_EQ(run_case(c, parallel_implementation(exec_, form)).fault, Fault::kUnequal);
+  }
 }
 TEST_F(ExchangeHarness, WideTiles) { expect_sound({2}, "wide/"); }
 TEST_F(ExchangeHarness, Activations) { expect_sound({5}, "activation/"); }

@@ -50,17 +50,13 @@ class Launch {
 /// the first half.
 constexpr int kFirstCounter = kCounterBytes / 4 / 2;
 constexpr int kArrivalCounter = kFirstCounter + 16;  // in another 32-byte sector
+constexpr int kInnerCounter = 24;  // of part_of(): of the inner product of a gathered one
 
 /// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the
 /// exchange's counters.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
   product.groups.lists = &list;
   product.hints = {.tile_counter = counters + kFirstCounter + index};
-  return product;
-}
-
-RowProduct gathered_from(RowProduct product, const Tensor& rows) {
-  product.rows.rows = rows;
   return product;
 }
 
@@ -74,6 +70,9 @@ SourceGroups divided(const ExchangeShape& shape, int groups) {
 /// The lists of a pass. A launch more costs a product of a wide layer a few percent of its time. In
 /// a narrow layer the transfers take longer than the products, so each launch should begin when its
 /// rows come and end when its sums can be sent.
+///
+/// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would wait
+/// for all rows before the product with the weights begins.
 SplitLists lists_of(const Run& run, bool has_sums) {
   constexpr std::int64_t kNarrow = 1024;
   const Exchange& e = run.exchange;
@@ -81,7 +80,9 @@ SplitLists lists_of(const Run& run, bool has_sums) {
   const int most = kMostSourceGroups;
   SplitLists lists{e.shape.max_tokens, {}, {}};
   if (has_sums) lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
-  const bool awaits = e.awaits_rows && run.layer.precision == Precision::kTensors;
+  const bool has_factors = run.layer.up_rank != 0 || run.layer.down_rank != 0;
+  const bool awaits =
+      e.awaits_rows && !has_factors && run.layer.precision == Precision::kTensors;
   if (awaits && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
       splits_by_source(run.layer.experts, e.shape.ranks)) {
     lists.by_source = e.shape.ranks;
@@ -100,6 +101,14 @@ Tensor part_of(const Tensor& rows, std::int64_t first, std::int64_t count) {
   return part;
 }
 
+/// A product over the rows of x or dout of all ranks, and the inner product of its low-rank term.
+struct Gathered {
+  const char* name;
+  RowProduct product;
+  const char* inner_name;
+  std::optional<RowProduct> inner;
+};
+
 /// Launches a product over the rows of x or dout of all ranks. In fp8 the rows travel as elements
 /// and are quantised here, own rows before the first launch, others when they have come.
 struct GatheredRows {
@@ -108,38 +117,36 @@ struct GatheredRows {
   const Tensor& own;       ///< this rank's rows, where the caller has them
   const Tensor& received;  ///< rows of all ranks; own rows may still be missing
   const CodedRows& coded;  ///< in fp8 the codes of `received`; else absent
+  const Launch& launch;
 
-  /// Calls launch(product) for each launch.
-  template <class F>
-  void multiply(const RowProduct& product, unsigned* counters, const F& launch) const {
+  void multiply(const Gathered& g, unsigned* counters) const {
     const Exchange& e = run.exchange;
     const RecordSplit& split = run.memory.split;
     if (lists.by_source != 0) {
       // The tiles wait on all multiprocessors. So the copies that they wait for must not need one
       // any more, on any rank.
       run.wait({kPhaseStarted}, run.stream);
-      RowProduct all = part_of(product, split.by_source, counters, 0);
+      RowProduct all = part_of(g.product, split.by_source, counters, 0);
       all.rows.arrivals = arrivals();
-      launch(all);
+      launch([&](Steps& steps) { steps.add(g.name, all); });
       run.wait({kPhaseRows}, run.stream);
       return;
     }
     const bool codes = coded.codes.data != nullptr;
-    const RowProduct first = part_of(product, split.own, counters, 0);
     if (codes) quantize(own, 0);
-    launch(codes ? first : gathered_from(first, own));
-    for (int g = 0; g < lists.arrivals.groups; ++g) {
+    multiply_list(g, split.own, counters, 0, codes ? nullptr : &own);
+    for (int a = 0; a < lists.arrivals.groups; ++a) {
       std::uint64_t from = 0;
-      for (std::int32_t p = lists.arrivals.bounds[g]; p < lists.arrivals.bounds[g + 1]; ++p) {
+      for (std::int32_t p = lists.arrivals.bounds[a]; p < lists.arrivals.bounds[a + 1]; ++p) {
         from |= std::uint64_t{1} << (e.peers.rank + p) % e.peers.ranks;
       }
       run.wait({kPhaseRows, from}, run.stream);
       if (codes) {
-        const std::int64_t begin = lists.arrivals.bounds[g] * lists.tokens;
-        const std::int64_t end = lists.arrivals.bounds[g + 1] * lists.tokens;
+        const std::int64_t begin = lists.arrivals.bounds[a] * lists.tokens;
+        const std::int64_t end = lists.arrivals.bounds[a + 1] * lists.tokens;
         quantize(part_of(received, begin, end - begin), begin);
       }
-      launch(part_of(product, split.arrivals[g], counters, 1 + g));
+      multiply_list(g, split.arrivals[a], counters, 1 + a, nullptr);
     }
   }
 
@@ -154,6 +161,18 @@ struct GatheredRows {
     out.scales.data += first * (coded.codes.shape[1] / kScaleBlock);
     const Engine& engine = *run.exchange.device->engine;
     engine.quantizers->rows(*run.exchange.device, {rows, out}, run.stream);
+  }
+  /// `from` replaces the rows, where not null.
+  void multiply_list(const Gathered& g, const Metadata& list, unsigned* counters, int index,
+                     const Tensor* from) const {
+    launch([&](Steps& steps) {
+      const auto add = [&](const char* name, RowProduct product) {
+        if (from != nullptr) product.rows.rows = *from;
+        steps.add(name, product);
+      };
+      if (g.inner) add(g.inner_name, part_of(*g.inner, list, counters, kInnerCounter + index));
+      add(g.name, part_of(g.product, list, counters, index));
+    });
   }
   RowArrivals arrivals() const {
     const Exchange& e = run.exchange;
@@ -232,13 +251,18 @@ struct Forward {
   ForwardArgs args;
   ForwardScratch scratch;
   PassContext pass;
+  LoraPass lora;
 
   Forward(const Run& run, const ForwardArgs& a)
       : args(layer_args(run, a)),
         scratch(forward_scratch(run.layer, a.h.data != nullptr ? Pass::kForward : Pass::kInference,
                                 args.scratch.data)),
         pass{run.layer,
-             metadata_layout(run.layer, a.h.data != nullptr ? args.saved.data : scratch.saved)} {}
+             metadata_layout(run.layer, a.h.data != nullptr ? args.saved.data : scratch.saved)},
+        lora(lora_pass(
+            run.layer, args.weights, args.lora, scratch.lora,
+            a.h.data != nullptr ? saved_p(run.layer, args.saved.data) : scratch.lora.p,
+            scratch.counters + kLoraCounters)) {}
   TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
     return {scratch.y, args.routing.weights, out, tokens, Start::kAfterPrevious, ranks};
   }
@@ -307,14 +331,16 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const StepMemory& m = run.memory;
   const Launch launch(run, b.pass, run.exec);
   const RowProduct dh = hidden_grad_product(b.call);
-  launch([&](Steps& steps) { add_row_lists(b.call, steps); });
+  launch([&](Steps& steps) {
+    add_row_lists(b.call, steps);
+    add_factor_copies(b.call.lora, steps);
+  });
   const SplitLists lists = lists_of(run, false);
   follow(e, run.stream, e.aside);  // for the copies of own rows
   split_records(*e.device, run.layer, b.pass.metadata, lists, m.split, run.stream);
-  const GatheredRows rows{run, lists, dout, b.args.dout, b.scratch.dout};
-  rows.multiply(dh, b.scratch.counters, [&](const RowProduct& product) {
-    launch([&](Steps& steps) { steps.add("dH", product); });
-  });
+  const GatheredRows rows{run, lists, dout, b.args.dout, b.scratch.dout, launch};
+  rows.multiply({"dH", dh, "Q", hidden_grad_inner_product(b.call)}, b.scratch.counters);
+  launch([&](Steps& steps) { add_after_hidden_grad(b.call, steps); });
   if (b.args.dx.data == nullptr) return;
   RowProduct dx = input_grad_product(b.call, dh);
   dx.hints.start = Start::kAfterPrevious;
@@ -368,22 +394,24 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     return;
   }
   const Launch launch(run, f.pass, run.exec);
-  const RowProduct a = up_product(f.pass, f.args, f.scratch);
-  const RowProduct y =
+  RowProduct a = up_product(f.pass, f.args, f.scratch);
+  a.low_rank = up_term(run.layer, f.lora);
+  RowProduct y =
       down_product(f.pass, f.args, f.scratch,
                    tensor2(f.scratch.y, run.layer.dtype, run.layer.capacity, run.layer.hidden));
+  y.low_rank = down_term(f.lora);
   unsigned* counters = f.scratch.counters;
   launch([&](Steps& steps) {
     steps.add("metadata",
               BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
+    add_factor_copies(f.lora, steps);
   });
   const SplitLists lists = lists_of(run, true);
   follow(e, run.stream, e.aside);  // for the copy of own rows
   split_records(*e.device, run.layer, f.pass.metadata, lists, m.split, run.stream);
-  const GatheredRows rows{run, lists, args.x, f.args.x, f.scratch.x};
-  rows.multiply(a, counters, [&](const RowProduct& product) {
-    launch([&](Steps& steps) { steps.add("A", product); });
-  });
+  const GatheredRows rows{run, lists, args.x, f.args.x, f.scratch.x, launch};
+  rows.multiply({"A", a, "P", up_inner_product(f.pass, f.args, f.lora)}, counters);
+  launch([&](Steps& steps) { add_down_inner(f.pass, f.scratch.a.elements, f.lora, steps); });
   if (run.keeps_rows()) keep_rows(run);
   int counter = 1 + kMostSourceGroups;
   const auto multiply_down = [&](const Metadata& list) {
@@ -443,6 +471,7 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;
+    add_down_factor_grads(b.call, false, steps);
   });
   // The wait increments `arrival` once the rows of x have come, then launches dW1, which may start
   // before dW2 is complete.
@@ -450,7 +479,10 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     b.call.arrival = b.scratch.counters + kArrivalCounter;
     run.wait({kPhaseAgain, ~std::uint64_t{0}, b.call.arrival}, run.stream);
   }
-  launch([&](Steps& steps) { add_up_grads(b.call, steps); });
+  launch([&](Steps& steps) {
+    add_up_grads(b.call, steps);
+    add_up_factor_grads(b.call, false, steps);
+  });
   signal(*e.device, e.peers, kPhaseFree, run.stream);
 }
 

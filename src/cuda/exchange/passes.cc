@@ -9,6 +9,7 @@
 #include "cuda/device/carver.h"
 #include "cuda/exchange/step.h"
 #include "cuda/layer/checks.h"
+#include "cuda/layer/lora.h"
 #include "cuda/layer/moe.h"
 
 namespace sonicmoe::cuda {
@@ -121,6 +122,7 @@ void check_step(const Exchange& e, const ExchangeStep& step) {
   check_rows("dout", step.backward.dout);
   if (step.backward.dx.data != nullptr) check_rows("dx", step.backward.dx);
   check_grads(layer, step.backward.weights, step.backward.grads);
+  check_factor_grads(layer, step.backward);
 }
 
 /// Runs a part. If it throws in the middle, the other ranks wait for rows that are never sent. So

@@ -215,14 +215,31 @@ std::optional<LowRankTerm> input_grad_term(const LoraPass& lora) {
   return term_of(lora.v, transposed(lora.factors.up.a));
 }
 
+void add_factor_copies(const LoraPass& lora, Steps& steps) {
+  if (lora.copies.count > 0) steps.add("factors", lora.copies);
+}
+
+std::optional<RowProduct> up_inner_product(const PassContext& pass, const ForwardArgs& args,
+                                           const LoraPass& lora) {
+  if (!has(lora.p)) return {};
+  const LowRank& up = lora.factors.up;
+  return inner_product(groups_of(pass), {args.x, pass.metadata.row_token},
+                       {up.a, {}, WeightParts::kOne}, lora.p, up.scale,
+                       {.tile_counter = lora.counters + kP});
+}
+
+std::optional<RowProduct> hidden_grad_inner_product(const BackwardCall& c) {
+  if (!has(c.lora.q)) return {};
+  const LowRank& down = c.lora.factors.down;
+  return inner_product(c.groups, {c.args.dout, c.pass.metadata.row_token},
+                       {transposed(down.b), {}, WeightParts::kOne}, c.lora.q, down.scale,
+                       {.tile_counter = c.lora.counters + kQ});
+}
+
 void add_up_inner(const PassContext& pass, const ForwardArgs& args, const LoraPass& lora,
                   Steps& steps) {
-  if (lora.copies.count > 0) steps.add("factors", lora.copies);
-  if (!has(lora.p)) return;
-  const LowRank& up = lora.factors.up;
-  steps.add("P", inner_product(groups_of(pass), {args.x, pass.metadata.row_token},
-                               {up.a, {}, WeightParts::kOne}, lora.p, up.scale,
-                               {.tile_counter = lora.counters + kP}));
+  add_factor_copies(lora, steps);
+  if (const auto p = up_inner_product(pass, args, lora)) steps.add("P", *p);
 }
 
 void add_down_inner(const PassContext& pass, const Tensor& a, const LoraPass& lora, Steps& steps) {
@@ -233,12 +250,8 @@ void add_down_inner(const PassContext& pass, const Tensor& a, const LoraPass& lo
 }
 
 void add_before_hidden_grad(const BackwardCall& c, Steps& steps) {
-  if (c.lora.copies.count > 0) steps.add("factors", c.lora.copies);
-  if (!has(c.lora.q)) return;
-  const LowRank& down = c.lora.factors.down;
-  steps.add("Q", inner_product(c.groups, {c.args.dout, c.pass.metadata.row_token},
-                               {transposed(down.b), {}, WeightParts::kOne}, c.lora.q, down.scale,
-                               {.tile_counter = c.lora.counters + kQ}));
+  add_factor_copies(c.lora, steps);
+  if (const auto q = hidden_grad_inner_product(c)) steps.add("Q", *q);
 }
 
 namespace {

@@ -44,6 +44,13 @@ std::optional<LowRankTerm> down_term(const LoraPass& lora);
 std::optional<LowRankTerm> hidden_grad_term(const LoraPass& lora);
 std::optional<LowRankTerm> input_grad_term(const LoraPass& lora);
 
+/// Adds the copies of factors, which come first in a pass.
+void add_factor_copies(const LoraPass& lora, Steps& steps);
+/// P = scale_u X A_u^T and Q = scale_d dO B_d, of all rows; absent without factors.
+std::optional<RowProduct> up_inner_product(const PassContext& pass, const ForwardArgs& args,
+                                           const LoraPass& lora);
+std::optional<RowProduct> hidden_grad_inner_product(const BackwardCall& call);
+
 /// Forward: adds the copies of factors and P, before A; adds U, before Y.
 void add_up_inner(const PassContext& pass, const ForwardArgs& args, const LoraPass& lora,
                   Steps& steps);
