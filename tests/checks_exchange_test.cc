@@ -169,5 +169,43 @@ TEST(ChecksExchange, BeginNeedsNoBuffers) {
   EXPECT_EQ(backend_calls, 1);
 }
 
+TEST(ChecksExchange, OrderRefusals) {
+  Backward b;
+  b.part = ExchangePart::kCompute;
+  try {
+    b.run();
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& e) {
+    EXPECT_STREQ(e.what(),
+                 "part is kCompute of exchange_backward but the next part must be "
+                 "kBegin; exchange_reset on all ranks gives a step up.");
+  }
+}
+
+/// Rank 0 of two has rows of x from both.
+TEST(ChecksExchange, KeptRowsRefusals) {
+  Backward b;
+  const auto run = [&](const Buffer& kept) {
+    BegunBackward(reinterpret_cast<Exchange&>(b.exchange), b.problem, b.rows, b.grads, b.exec,
+                  kept);
+  };
+  constexpr std::int64_t kBytes = 2 * T * d * 2;
+  EXPECT_EQ(exchange_kept_bytes(reinterpret_cast<Exchange&>(b.exchange), b.problem, b.exec),
+            kBytes);
+  const Buffer kept = b.memory.buffer(kBytes);
+  EXPECT_NO_THROW(run(kept));
+  for (const auto& [wrong, sentence] :
+       {std::pair{Buffer{kept.data, kBytes - 1},
+                  "kept_x has 127 bytes, must have at least 128 bytes"},
+        {Buffer{b.grads.dx.data, kBytes}, "kept_x overlaps dx, must be memory of its own"}}) {
+    try {
+      run(wrong);
+      ADD_FAILURE() << "accepted: " << sentence;
+    } catch (const Error& e) {
+      EXPECT_STREQ(e.what(), sentence);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sonicmoe::test

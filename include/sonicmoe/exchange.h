@@ -159,11 +159,10 @@ struct BegunForward {
 /// dweights.
 struct BegunBackward {
   /// Sends rows of dout, then of x. `kept_x` is as forward wrote it, and is only read: with it x is
-  /// not sent. Either all ranks pass it or none does: otherwise the step fails, because a rank waits
-  /// for rows that others do not send. Results have the same bits.
+  /// not sent. Either all ranks pass it or none does: otherwise the step fails, because a rank
+  /// waits for rows that others do not send. Results have the same bits.
   SONICMOE_API BegunBackward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                             const BackwardArgs& args, const Exec& exec,
-                             const Buffer& kept_x = {});
+                             const BackwardArgs& args, const Exec& exec, const Buffer& kept_x = {});
   /// As BegunForward::compute().
   SONICMOE_API ComputedStep compute() &&;
 
@@ -174,9 +173,9 @@ struct BegunBackward {
 /// A part of a step by its number, for callers that cannot hold an object; kAll runs all three.
 enum class ExchangePart : std::int32_t { kAll = 0, kBegin = 1, kCompute = 2, kFinish = 3 };
 
-/// The same steps by numbers, without kept_x. kBegin reads all arguments except a forward's `rows` and buffers;
-/// kCompute of a forward reads these, and no other part reads any. A part that is not the next one
-/// throws Status::kInvalidArgument.
+/// The same steps by numbers, without kept_x. kBegin reads all arguments except a forward's `rows`
+/// and buffers; kCompute of a forward reads these, and no other part reads any. A part that is not
+/// the next one throws Status::kInvalidArgument.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                    const ForwardArgs& args, ExchangePart part, const Exec& exec);
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,

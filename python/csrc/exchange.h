@@ -15,6 +15,7 @@
 #include "arguments.h"
 #include "device_scope.h"
 #include "layer.h"
+#include "lora.h"
 #include "sonicmoe/exchange.h"
 #include "views.h"
 
@@ -148,17 +149,16 @@ struct ExchangeRows {
 inline constexpr std::int64_t kRoutedRows = -1;
 
 /// A call of the layer over all ranks: problem.experts counts the experts of all ranks.
-struct ExchangeCall {
+struct ExchangeCall : LoraCall {
   OpenedExchange opened;
-  Call call;
   QuantisedWeights fp8;  ///< of this rank's experts
 
-  ExchangeCall(Layer& a, std::int64_t number, const MaybeArray& fp8_weights,
+  ExchangeCall(Layer& a, const Factors& f, std::int64_t number, const MaybeArray& fp8_weights,
                const sonicmoe::Exec& exec)
-      : opened(Exchanges::of_process().at(number)),
-        call(call_of(a)),
-        fp8(call, fp8_weights, a.x, exec) {
-    call.problem.experts *= opened.ranks;
+      : LoraCall(lora_call_of(a, f)),
+        opened(Exchanges::of_process().at(number)),
+        fp8(layer, fp8_weights, a.x, exec) {
+    layer.problem.experts *= opened.ranks;
   }
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
@@ -172,9 +172,16 @@ struct Begun {
   std::int64_t rows;
 
   Begun(const ExchangeCall& c, std::int64_t asked, const Array& out, const sonicmoe::Exec& exec)
-      : forward(c.exchange(), c.call.problem,
-                {c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {}, {},
-                 c.fp8.buffer()},
+      : forward(c.exchange(), c.layer.problem,
+                {c.layer.x,
+                 c.layer.routing,
+                 c.layer.weights,
+                 view(out, "out"),
+                 {},
+                 {},
+                 {},
+                 c.fp8.buffer(),
+                 c.lora},
                 exec),
         rows(asked == kRoutedRows ? std::max<std::int64_t>(1, forward.rows()) : asked) {}
 
@@ -184,28 +191,34 @@ struct Begun {
   }
 };
 
-using ExchangeInferenceCall = Joined<Layer, ExchangeNumber, ExchangeRows, Fp8Argument>;
+using ExchangeInferenceCall = Joined<Layer, Factors, ExchangeNumber, ExchangeRows, Fp8Argument>;
 
 inline Array exchange_inference(ExchangeInferenceCall& a) {
   const DeviceScope device(a.x);
-  const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
+  const ExchangeCall c(a, a, a.exchange, a.fp8_weights, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   Begun begun(c, a.rows, out, device.exec());
-  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, begun.rows,
+  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.layer.problem, begun.rows,
                                               sonicmoe::Pass::kInference, device.exec());
   const Scratch scratch(a.x, sizes.scratch_bytes);
   std::move(begun).end({{}, {}, scratch.buffer()});
   return out;
 }
 
-using ExchangeForwardCall = Joined<Layer, MainGradients, ExchangeNumber, ExchangeRows, Fp8Argument>;
+/// Whether forward keeps the rows of x that have come, for backward.
+#define SONICMOE_KEEP_ROWS(ARGUMENT) ARGUMENT(bool, keep_rows)
+struct KeepRows {
+  SONICMOE_ARGUMENTS(SONICMOE_KEEP_ROWS)
+};
+using ExchangeForwardCall =
+    Joined<Layer, MainGradients, Factors, ExchangeNumber, ExchangeRows, KeepRows, Fp8Argument>;
 
-/// (out, H, metadata). H.size(0) is the row capacity of the step, also if H is kept as codes: then
-/// H (rows, bytes) has at least the bytes of the codes and scales.
-inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
+/// (out, H, metadata, kept rows of x or nothing). H.size(0) is the row capacity of the step, also
+/// if H is kept as codes: then H (rows, bytes) has at least the bytes of the codes and scales.
+inline std::tuple<Array, Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
   const DeviceScope device(a.x);
-  const ExchangeCall c(a, a.exchange, a.fp8_weights, device.exec());
-  const auto& problem = c.call.problem;
+  const ExchangeCall c(a, a, a.exchange, a.fp8_weights, device.exec());
+  const auto& problem = c.layer.problem;
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   Begun begun(c, a.rows, out, device.exec());
   const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, begun.rows,
@@ -217,42 +230,63 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
                   : empty(a.x, {begun.rows, width}, a.x.scalar_type());
   Array saved = new_bytes(a.x, sizes.saved_bytes);
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  std::move(begun).end({lend(h), lend(saved), scratch.buffer()});
-  return {out, h, saved};
+  const std::int64_t kept_bytes =
+      a.keep_rows ? sonicmoe::exchange_kept_bytes(c.exchange(), problem, device.exec()) : 0;
+  Array kept_x = kept_bytes == 0 ? nothing(a.x) : new_bytes(a.x, kept_bytes);
+  std::move(begun).end({lend(h), lend(saved), scratch.buffer(),
+                        kept_bytes == 0 ? sonicmoe::Buffer{} : lend(kept_x)});
+  return {out, h, saved, kept_x};
 }
 
 /// Computes a backward together with the other ranks. Either all ranks ask for dx, or no rank does;
 /// the same holds for dweights.
 struct RunTogether {
   std::int64_t exchange;
+  const MaybeArray& kept_x;
+  const Factors& factors;
+  const Factors& factor_grads;
   const MaybeArray& fp8_weights;
 
   void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                   const MaybeArray& dweights, sonicmoe::GradMode mode) const {
     const DeviceScope device(a.x);
-    const ExchangeCall c(a, exchange, fp8_weights, device.exec());
+    const ExchangeCall c(a, factors, exchange, fp8_weights, device.exec());
     const std::int64_t rows = a.h.size(0);
-    auto args = backward_args(a, c.call, grads, dx, dweights, mode);
-    const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
+    auto args = backward_args(a, c.layer, grads, dx, dweights, mode);
+    args.lora = c.lora;
+    args.lora_grads = lora_of(a, factor_grads);
+    MaybeArray kept = kept_x;
+    if (kept) kept = owned_bytes(*kept, "kept_x", ScalarType::Byte);
+    const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.layer.problem, rows,
                                                 sonicmoe::Pass::kBackward, device.exec());
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
     args.fp8_weights = c.fp8.buffer();
-    sonicmoe::BegunBackward(c.exchange(), c.call.problem, rows, args, device.exec())
+    sonicmoe::BegunBackward(c.exchange(), c.layer.problem, rows, args, device.exec(),
+                            kept ? lend(*kept) : sonicmoe::Buffer{})
         .compute()
         .finish();
   }
 };
 
-using ExchangeBackwardCall = Joined<BackwardCall, ExchangeNumber, Fp8Argument>;
-using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber, Fp8Argument>;
+#define SONICMOE_KEPT_X(ARGUMENT) ARGUMENT(MaybeArray, kept_x)
+struct KeptX {
+  SONICMOE_ARGUMENTS(SONICMOE_KEPT_X)
+};
+using ExchangeBackwardCall = Joined<BackwardCall, Factors, ExchangeNumber, KeptX, Fp8Argument>;
+using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber, KeptX, Fp8Argument>;
 
-inline LayerGradients exchange_backward(ExchangeBackwardCall& a) {
-  return written_gradients(a, RunTogether{a.exchange, a.fp8_weights});
+/// The gradients of the layer, then those of the factors.
+inline auto exchange_backward(ExchangeBackwardCall& a) {
+  const Factors grads = gradients_of(a.needs, a);
+  const auto layer =
+      written_gradients(a, RunTogether{a.exchange, a.kept_x, a, grads, a.fp8_weights});
+  return std::tuple_cat(layer, all_or_nothing(grads, a.x));
 }
 
 inline FreshGradients exchange_backward_accumulate(ExchangeAccumulateCall& a) {
-  return accumulated_gradients(a, RunTogether{a.exchange, a.fp8_weights});
+  const Factors none;
+  return accumulated_gradients(a, RunTogether{a.exchange, a.kept_x, none, none, a.fp8_weights});
 }
 
 }  // namespace sonicmoe_torch

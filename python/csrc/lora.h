@@ -114,6 +114,11 @@ inline Factors gradients_of(std::int64_t needs, const Factors& factors) {
   return grads;
 }
 
+inline std::tuple<Array, Array, Array, Array> all_or_nothing(const Factors& f, const Array& like) {
+  return {or_nothing(f.up_a, like), or_nothing(f.up_b, like), or_nothing(f.down_a, like),
+          or_nothing(f.down_b, like)};
+}
+
 /// The gradients of x, the routing weights, up_a, up_b, down_a and down_b.
 inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBackwardCall& a) {
   const DeviceScope device(a.x);
@@ -131,9 +136,8 @@ inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBa
   const Scratch scratch(a.x, sizes.scratch_bytes);
   args.scratch = scratch.buffer();
   sonicmoe::moe_backward(c.layer.problem, args, device.exec());
-  return {or_nothing(dx, a.x),           or_nothing(dweights, a.x),
-          or_nothing(grads.up_a, a.x),   or_nothing(grads.up_b, a.x),
-          or_nothing(grads.down_a, a.x), or_nothing(grads.down_b, a.x)};
+  return std::tuple_cat(std::tuple(or_nothing(dx, a.x), or_nothing(dweights, a.x)),
+                        all_or_nothing(grads, a.x));
 }
 
 }  // namespace sonicmoe_torch

@@ -151,9 +151,10 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("exchange_check", StateCall::schema(), "()");
   def("exchange_reset", StateCall::schema(), "()");
   def("exchange_inference", ExchangeInferenceCall::schema(), "Tensor");
-  def("exchange_forward", ExchangeForwardCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
+  def("exchange_forward", ExchangeForwardCall::schema(),
+      "(Tensor out, Tensor h, Tensor saved, Tensor kept_x)");
   def("exchange_backward", ExchangeBackwardCall::schema(),
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("exchange_backward_accumulate", ExchangeAccumulateCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor)");
   def("quantize_weights", WeightsCall::schema(), "Tensor");

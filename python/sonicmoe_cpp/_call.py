@@ -55,6 +55,7 @@ class Factors(NamedTuple):
 
 
 NO_MAIN_GRADIENTS = MainGradients()
+NO_FACTORS = Factors(None, None, None, None, 1.0, 1.0)
 
 
 class Fp8(NamedTuple):

@@ -101,6 +101,10 @@ def _grouped_gemm_k(a) -> int:
     return 2 * math.prod(a.b) * a.a[1]
 
 
+def _exchange_backward(a) -> int:
+    return (_lora_backward if _packed_ops.with_factors(a) else _backward)(a)
+
+
 def _compiled_forward(a) -> int:
     return _forward(SimpleNamespace(**vars(a), form=FORM["ids"]))  # of pairs, too
 
@@ -121,9 +125,9 @@ FORMULAS = {
     "packed_inference": _packed_forward,
     "packed_forward": _packed_forward,
     "packed_backward": _packed_backward,
-    "exchange_inference": _forward,
-    "exchange_forward": _forward,
-    "exchange_backward": _backward,
+    "exchange_inference": _lora_forward,
+    "exchange_forward": _lora_forward,
+    "exchange_backward": _exchange_backward,
     "exchange_backward_accumulate": _backward,
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_k": _grouped_gemm_k,

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from sonicmoe_cpp import _autograd, _ops
 from sonicmoe_cpp._call import (
-    DIFFERENTIABLE,
     FRESH,
     LAYER_TENSORS,
     NEEDS,
     OPTIONS,
     Call,
+    Factors,
     Fp8,
     MainGradients,
     Options,
@@ -23,10 +23,12 @@ from sonicmoe_cpp._call import (
 )
 from sonicmoe_cpp.distributed import _memory, buffers, peer
 from sonicmoe_cpp.distributed._group import Group
-from sonicmoe_cpp.distributed.transport import AllToAll, Forward
+from sonicmoe_cpp.distributed.own_experts import ALL_NEEDS
+from sonicmoe_cpp.distributed.transport import AGAIN, AllToAll, Forward, Routes
 
 TENSORS, LAYER = len(LAYER_TENSORS), len(LAYER_TENSORS) + len(OPTIONS)
-ALL = sum(NEEDS.values())
+ALL, FACTORS = sum(NEEDS.values()), len(Factors._fields)
+KEPT = 3  # elements of the tensor that stands for the kept rows of x
 OVERFLOW = (
     "rank 1 got more rows for its experts than its capacity ({rows} rows came). The outputs of "
     "this step are not valid; exchange_reset on all ranks makes the exchange usable again."
@@ -43,11 +45,12 @@ class Opened(NamedTuple):
     limit_ms: int
 
 
-def call_of(arguments, main_gradients=(), codes=None) -> Call:
+def call_of(arguments, main_gradients=(), factors=(), codes=None) -> Call:
     options = Options(*arguments[TENSORS:LAYER])
+    factors = Factors(*factors) if any(f is not None for f in factors[:4]) else None
     fp8 = Fp8(0, codes) if options.precision else None
     tensors, main_gradients = Tensors(*arguments[:TENSORS]), MainGradients(*main_gradients)
-    return Call(tensors, options, main_gradients, None, fp8)
+    return Call(tensors, options, main_gradients, factors, fp8)
 
 
 class Fake:
@@ -86,42 +89,50 @@ class Fake:
     def reset(self, like, number) -> None:
         self.fault = None
 
-    def of(self, call: Call, number: int) -> AllToAll:
+    def of(self, call: Call, number: int, keep_rows: bool = False) -> AllToAll:
         self.check(None, number)
         opened, (x, index, *_) = self.opened[number], call.tensors
         assert opened.shape.holds(buffers.Shape(x.shape[0], index.numel(), x.shape[1]))
-        return AllToAll(opened.group, opened.limit_ms / 1e3)
+        return AllToAll(opened.group, opened.limit_ms / 1e3, keep_rows)
 
     def inference(self, *arguments):
         *arguments, number, _, codes = arguments
-        call = call_of(arguments, codes=codes)
+        call = call_of(arguments, factors=arguments[LAYER:], codes=codes)
         return self.of(call, number).forward(call, 0, 0).out
 
     def forward(self, *arguments):
-        *arguments, number, rows, codes = arguments
-        call = call_of(arguments, arguments[LAYER:], codes)
-        given = self.of(call, number).forward(call, 0, ALL)
+        *arguments, number, rows, keep_rows, codes = arguments
+        call = call_of(arguments, arguments[LAYER:-FACTORS], arguments[-FACTORS:], codes)
+        given = self.of(call, number, keep_rows).forward(call, 0, ALL)
         h, row_weights = given.kept[0], given.kept[3]
         came = row_weights.shape[0]
         if rows != peer.ROUTED and came > rows:
             self.fault = OVERFLOW.format(rows=came)
         key = next(_keys)
         self.kept[key] = given
+        kept_x = h.new_empty(KEPT if keep_rows else 0)
         # The graph keeps a tensor, as with the real operator.
-        return given.out, h, torch.tensor([key], dtype=torch.int64).view(torch.uint8)
+        return given.out, h, torch.tensor([key], dtype=torch.int64).view(torch.uint8), kept_x
 
     def backward(self, *arguments):
-        dout, *arguments, number, _ = arguments
+        *arguments, number, kept_x, _ = arguments
+        return self.gradients(arguments[:-FACTORS], arguments[-FACTORS:], number, kept_x)
+
+    def gradients(self, arguments, factors, number: int, kept_x):
+        dout, *arguments = arguments
         _, saved, needs, *main_gradients = arguments[LAYER:]
-        call = call_of(arguments, main_gradients)
+        call = call_of(arguments, main_gradients, factors)
         given = self.kept[int(saved.clone(memory_format=torch.contiguous_format).view(torch.int64))]
+        again = Routes.of(given.host, (None,) * 4).needs & AGAIN
+        assert (kept_x is None) == bool(again) and (kept_x is None or kept_x.numel() == KEPT)
         found = self.of(call, number).backward(dout, call, given, needs)
-        gradients = [found.get(name) for name in DIFFERENTIABLE]
+        gradients = [found.get(name) for name in ALL_NEEDS]
         return [torch.empty(0) if g is None else g for g in gradients]
 
     def backward_accumulate(self, *arguments):
-        found = self.backward(*arguments)
-        named = dict(zip(DIFFERENTIABLE, found, strict=True))
+        *arguments, number, kept_x, _ = arguments
+        found = self.gradients(arguments, (), number, kept_x)
+        named = dict(zip(ALL_NEEDS, found, strict=True))
         return [named[name] for name in FRESH]
 
 

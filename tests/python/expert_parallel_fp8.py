@@ -11,7 +11,6 @@ import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
 from expert_parallel_base import TRANSPORT, E, K, T, World, case
-from expert_parallel_lora import rows as by_rows
 from expert_parallel_modules import close
 from sonicmoe_cpp.distributed import ExpertParallelMoE, moe_expert_parallel
 from torch.utils.checkpoint import checkpoint
@@ -295,7 +294,7 @@ def fp8_compiled(world):
 @case
 def fp8_with_low_rank_factors(world):
     """As in one process: on the CPU they are served, on CUDA refused before any exchange."""
-    parallel, one = pair(world, limits=by_rows())
+    parallel, one = pair(world)
     torch.manual_seed(4)
     for module in (parallel, one):
         module.add_lora(8, 8.0)

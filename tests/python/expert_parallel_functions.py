@@ -344,8 +344,6 @@ def refusals(world):
         moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, timeout=-1)
     with pytest.raises(TypeError, match="group is str, must be a ProcessGroup"):
         moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, group="ep")
-    with pytest.raises(ValueError, match='keep_rows is True, but transport is "peer"'):
-        by_ids(mine, options={"transport": "peer", "keep_rows": True})
     by_ids(mine)
 
 

@@ -20,7 +20,7 @@ def pair(world: World, group=None, adapt=None, **options) -> tuple[ExpertParalle
     torch.manual_seed(world.rank if group is None else 0)  # two groups have equal weights
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     kind = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32} | options
-    parallel = ExpertParallelMoE(E, K, D, N, group=group, **kind, **rows())
+    parallel = ExpertParallelMoE(E, K, D, N, group=group, **kind, **TRANSPORT)
     one = smoe.MoE(E, K, D, N, **kind | {"device": world.device})
     for module in (parallel, one):
         module.add_lora(RANK, ALPHA, **(adapt or {}))
@@ -32,12 +32,6 @@ def pair(world: World, group=None, adapt=None, **options) -> tuple[ExpertParalle
     for module in (parallel, one):
         module.load_state_dict(state)
     return parallel, one
-
-
-def rows() -> dict:
-    """Factors travel by rows: the limits of peer memory stay, its transport does not."""
-    transport = TRANSPORT.get("transport", "auto")
-    return TRANSPORT | {"transport": "auto" if transport == "peer" else transport}
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -146,7 +140,7 @@ def lora_training(world):
     parallel, one = pair(world, lb_coef=0.1)
     torch.manual_seed(0)
     alone = dist.new_group([world.rank], use_local_synchronization=True)
-    where = {"device": world.device, "dtype": parallel.w_up.dtype} | rows()
+    where = {"device": world.device, "dtype": parallel.w_up.dtype} | TRANSPORT
     first = ExpertParallelMoE(E, K, D, N, group=alone, **where)
     torch.manual_seed(0)
     other = ExpertParallelMoE(E, K, D, N, **where)
@@ -238,7 +232,7 @@ def lora_with_fsdp2(world):
     want.float().square().sum().backward()
     for name, parameter in one.lora.named_parameters():
         close(world, name, whole(getattr(parallel.lora, name).grad), parameter.grad, 8)
-    plain = ExpertParallelMoE(E, K, D, N, group=mesh["ep"], **kind, **rows())
+    plain = ExpertParallelMoE(E, K, D, N, group=mesh["ep"], **kind, **TRANSPORT)
     fully_shard(plain, mesh=mesh["dp"])
     with pytest.raises(ValueError, match="add_lora must come before fully_shard"):
         plain.add_lora(RANK, ALPHA)
@@ -247,7 +241,7 @@ def lora_with_fsdp2(world):
 @case
 def lora_from_the_meta_device(world):
     torch.manual_seed(3)
-    kind = {"dtype": torch.float32 if world.device == "cpu" else torch.bfloat16} | rows()
+    kind = {"dtype": torch.float32 if world.device == "cpu" else torch.bfloat16} | TRANSPORT
     layer = ExpertParallelMoE(E, K, D, N, device="meta", **kind)
     layer.add_lora(RANK, ALPHA)
     layer.to_empty(device=world.device)
@@ -269,9 +263,4 @@ def lora_refusals(world):
     buffers = torch.zeros(E, 2 * N, D), torch.zeros(E, D, N)
     with pytest.raises(ValueError, match="grad_accum is given, but add_lora has frozen"):
         parallel(x, grad_accum=buffers)
-    kind = {"device": world.device, "dtype": x.dtype}
-    peer = ExpertParallelMoE(E, K, D, N, **kind, **TRANSPORT | {"transport": "peer"})
-    peer.add_lora(RANK, ALPHA)
-    with pytest.raises(NotImplementedError, match='"peer" serves no low-rank factors: use "auto"'):
-        peer(x)
     parallel(x)

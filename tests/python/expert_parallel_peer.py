@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +133,28 @@ def steps_in_any_order(world):
 
 
 @case
+def kept_rows_have_the_bits_of_rows_sent_again(world):
+    """Also where a backward that sends rows again lies between a forward and its backward."""
+    layer, other = middle(world), middle(world, seed=1)
+    want, of_other = results(layer, run), results(other, run)
+
+    def keeps(mine, **options):
+        return run(mine, keep_rows=True, **options)
+
+    for options in ({}, {"max_tokens": None, "capacity": None}):
+        equal(results(layer, lambda mine, o=options: keeps(mine, **o)), want)
+    out = keeps(layer)
+    equal(results(other, run), of_other)
+    leaves = layer.leaves()
+    found = torch.autograd.grad(out, list(leaves.values()), layer.dout)
+    equal(dict(zip(leaves, found, strict=True)), want)
+    layer.ids %= MIDDLE[world.device][3] // world.size  # all tokens to rank 0
+    options = {"capacity": 2.0 * world.size}
+    again = results(layer, lambda mine: run(mine, **options))
+    equal(results(layer, lambda mine: keeps(mine, **options)), again)
+
+
+@case
 def layers_share_one_exchange(world):
     x = inputs(world, "even")[world.tokens("even")]
     count = None
@@ -215,23 +239,25 @@ def graphs(world):
         return
     layer = middle(world)
     leaves = list(layer.leaves().values())
-
-    def step():
-        out = run(layer)
-        return [out.detach(), *torch.autograd.grad(out, leaves, layer.dout)]
-
-    warm_up(step)
+    seeds = iter((*range(4), *range(REPEATS // 5)))
     refused = pytest.raises(RuntimeError, match="which a CUDA graph cannot hold")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        run(layer, capacity=None)
-    graph, static = captured(step)
-    for seed in (*range(4), *range(REPEATS // 5)):
-        other = middle(world, seed=seed)
-        for name, value in layer.leaves().items():
-            value.data.copy_(getattr(other, name).detach())
-        layer.ids.copy_(other.ids)
-        layer.dout.copy_(other.dout)
-        replay(graph, static, step, seed)
+    for keep_rows, count in ((False, 16), (True, 8)):
+
+        def step(keep_rows=keep_rows):
+            out = run(layer, keep_rows=keep_rows)
+            return [out.detach(), *torch.autograd.grad(out, leaves, layer.dout)]
+
+        warm_up(step)
+        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            run(layer, capacity=None)
+        graph, static = captured(step)
+        for seed in itertools.islice(seeds, count):
+            other = middle(world, seed=seed)
+            for name, value in layer.leaves().items():
+                value.data.copy_(getattr(other, name).detach())
+            layer.ids.copy_(other.ids)
+            layer.dout.copy_(other.dout)
+            replay(graph, static, step, seed)
 
 
 @case

@@ -45,8 +45,6 @@ def make_transport(name: str, group, limits: Limits) -> Transport:
     group = group_of(group)
     if name == "all_to_all":
         return AllToAll(group, limits.timeout, limits.keep_rows)
-    if name == "peer" and limits.keep_rows:
-        raise ValueError('keep_rows is True, but transport is "peer", which sends rows again')
     return (PeerMemory if name == "peer" else Auto)(group, limits)
 
 

@@ -68,9 +68,11 @@ class ExpertParallelMoE(MoE):
     capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows.
     If they get more, the step fails (ExpertParallelError). Without it the host reads the number of
     rows in each forward.
-    keep_rows, for all-to-all: for backward a rank keeps the rows of x that it has received, d
-    elements each. Otherwise, or if any other rank does not keep its rows, all ranks send them
-    again.
+    keep_rows: for backward a rank keeps the rows of x that it has received. Otherwise all ranks
+    send them again. By all-to-all a rank keeps d elements of each row, and all ranks send rows
+    again if any rank does not keep its rows. Over peer memory a rank keeps W * T * d elements,
+    where T is the number of tokens for which the buffer has room, and keep_rows must be equal on
+    all ranks.
     precision="auto": the ranks choose together, by the rows of all ranks.
     The other arguments are those of MoE.
 
@@ -173,9 +175,9 @@ class ExpertParallelMoE(MoE):
                 self.lora.fill(seed + 3 + 2 * self.num_experts)
 
     def _options(self) -> dict[str, str]:
-        """The arguments that must be equal on all ranks, as text. `timeout` and `keep_rows` may
-        differ."""
-        _, max_tokens, capacity, *_ = self.transport.limits_as_numbers()
+        """The arguments that must be equal on all ranks, as text. `timeout` may differ, and by
+        all-to-all `keep_rows`."""
+        _, max_tokens, capacity, _, keep_rows = self.transport.limits_as_numbers()
         values = {
             **{name: getattr(self, name) for name in _EQUAL},
             **self.route_options,
@@ -193,6 +195,7 @@ class ExpertParallelMoE(MoE):
             "max_tokens": max_tokens or None,
             "capacity": capacity or None,
             "lora": None if self.lora is None else self.lora.options(),
+            "keep_rows": self.transport.name != "all_to_all" and bool(keep_rows),
         }
         return {name: str(value) for name, value in values.items()}
 
@@ -249,8 +252,7 @@ class ExpertParallelMoE(MoE):
     def add_lora(self, rank: int, alpha: float, *, dtype=None, share_outer: bool = False) -> None:
         """As MoE. All ranks must call it, before fully_shard; the host waits for them. The factors
         have the names and shapes of MoE's, and are DTensors as the experts. Their values do not
-        depend on the number of ranks. Rows travel by all-to-all: transport="peer" serves no
-        factors. torch.compile runs the layer eagerly."""
+        depend on the number of ranks. torch.compile runs the layer eagerly."""
         refuse_second(self)
         if len(self.w_up.placements) > 1:
             raise ValueError("add_lora must come before fully_shard of the layer")

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import _autograd, _checks, _ops
-from .._call import NEEDS, Call
+from .._call import NEEDS, NO_FACTORS, Call
 from .._names import PRECISION
 from ._group import FORWARD, RESET, Group, group_of
 from ._health import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
+from .own_experts import ALL_NEEDS
 from .transport import (
     COMPARED,
     AllToAll,
@@ -52,7 +53,7 @@ class Limits(NamedTuple):
     max_tokens: int | None = None  # the largest T of one rank in any call
     capacity: float | None = None  # rows for a rank's experts / (max_tokens * top_k)
     top_k: int = 0  # K of a module that routes by lists of pairs; 0: not known
-    keep_rows: bool = False  # of x that other ranks have sent, by all-to-all
+    keep_rows: bool = False  # of x that other ranks have sent
 
     def check(self) -> None:
         _checks.number("timeout", self.timeout)
@@ -96,10 +97,6 @@ class PeerMemory(Transport):
     def refuse(self, call: Call) -> None:
         x = call.tensors.x
         self._refuse_tokens(x)
-        if call.factors is not None:
-            raise NotImplementedError(
-                'transport "peer" serves no low-rank factors: use "auto" or "all_to_all"'
-            )
         if not served(x):
             kind = f"{_checks.names([x.dtype])} on {x.device.type}"
             raise NotImplementedError(
@@ -157,7 +154,8 @@ class PeerMemory(Transport):
     # ---- calls -----------------------------------------------------------------------------------
 
     def forward(self, call, layer, needs) -> Forward:
-        tensors, options, main_gradients, *_ = call
+        tensors, options, main_gradients, factors, _ = call
+        factors = factors or NO_FACTORS
         buffers = self.buffers(tensors.x)
         needed, precision = self.needed(call, layer, needs)
         options = options._replace(precision=precision)
@@ -165,25 +163,30 @@ class PeerMemory(Transport):
         problem = buffers.open(needed, tensors.x, self.timeout)
         if problem is not None:
             raise RuntimeError(f'{problem}: use transport="all_to_all"')
-        place = (buffers.number, self.rows(needed, tensors.second is not None), codes)
+        place = (buffers.number, self.rows(needed, tensors.second is not None))
+        keep_rows = self.limits.keep_rows
         with self.faults():
             if not needs:
-                return Forward(_ops.run("exchange_inference", *tensors, *options, *place))
-            given = (*tensors, *options, *main_gradients, *place)
-            out, *kept = _ops.run("exchange_forward", *given)
-        return Forward(out, (*kept, codes), (buffers.number, precision))
+                given = (*tensors, *options, *factors, *place, codes)
+                return Forward(_ops.run("exchange_inference", *given))
+            given = (*tensors, *options, *main_gradients, *factors, *place)
+            out, h, saved, kept_x = _ops.run("exchange_forward", *given, keep_rows, codes)
+        rows = (kept_x,) if keep_rows else ()
+        return Forward(out, (h, saved, codes, *rows), (buffers.number, precision))
 
     def backward(self, dout, call, given, needs) -> dict:
-        h, saved, codes = given.kept
+        h, saved, codes, *rows = given.kept
         number, precision = given.host
         options = call.options._replace(precision=precision)
         arguments = (dout, *call.tensors, *options, h, saved)
-        last = (number, codes)
+        last = (number, rows[0] if rows else None, codes)
+        if call.main_gradients.g_down is None:
+            last = (*(call.factors or NO_FACTORS), *last)
         with self.faults():
             found = _autograd.layer_gradients(
                 "exchange", arguments, needs | _ALWAYS, call.main_gradients, last
             )
-        each = zip(NEEDS.items(), found, strict=True)
+        each = zip(ALL_NEEDS.items(), found, strict=False)  # main gradients come without factors
         return {name: gradient for (name, bit), gradient in each if needs & bit}
 
     # ---- faults ----------------------------------------------------------------------------------
@@ -222,8 +225,7 @@ class PeerMemory(Transport):
 
 class Auto(PeerMemory):
     """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, in the
-    first call with CUDA tensors of each dtype of DTYPES. Other tensors, and layers with low-rank
-    factors, use all-to-all."""
+    first call with CUDA tensors of each dtype of DTYPES. Other tensors use all-to-all."""
 
     name = "auto"
 
@@ -236,7 +238,7 @@ class Auto(PeerMemory):
 
     def chosen(self, call, layer, needs) -> Transport:
         x = call.tensors.x
-        if not served(x) or call.factors is not None:
+        if not served(x):
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:

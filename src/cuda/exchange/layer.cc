@@ -71,8 +71,8 @@ SourceGroups divided(const ExchangeShape& shape, int groups) {
 /// a narrow layer the transfers take longer than the products, so each launch should begin when its
 /// rows come and end when its sums can be sent.
 ///
-/// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would wait
-/// for all rows before the product with the weights begins.
+/// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would
+/// wait for all rows before the product with the weights begins.
 SplitLists lists_of(const Run& run, bool has_sums) {
   constexpr std::int64_t kNarrow = 1024;
   const Exchange& e = run.exchange;
@@ -81,8 +81,7 @@ SplitLists lists_of(const Run& run, bool has_sums) {
   SplitLists lists{e.shape.max_tokens, {}, {}};
   if (has_sums) lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
   const bool has_factors = run.layer.up_rank != 0 || run.layer.down_rank != 0;
-  const bool awaits =
-      e.awaits_rows && !has_factors && run.layer.precision == Precision::kTensors;
+  const bool awaits = e.awaits_rows && !has_factors && run.layer.precision == Precision::kTensors;
   if (awaits && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
       splits_by_source(run.layer.experts, e.shape.ranks)) {
     lists.by_source = e.shape.ranks;
@@ -259,10 +258,9 @@ struct Forward {
                                 args.scratch.data)),
         pass{run.layer,
              metadata_layout(run.layer, a.h.data != nullptr ? args.saved.data : scratch.saved)},
-        lora(lora_pass(
-            run.layer, args.weights, args.lora, scratch.lora,
-            a.h.data != nullptr ? saved_p(run.layer, args.saved.data) : scratch.lora.p,
-            scratch.counters + kLoraCounters)) {}
+        lora(lora_pass(run.layer, args.weights, args.lora, scratch.lora,
+                       a.h.data != nullptr ? saved_p(run.layer, args.saved.data) : scratch.lora.p,
+                       scratch.counters + kLoraCounters)) {}
   TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
     return {scratch.y, args.routing.weights, out, tokens, Start::kAfterPrevious, ranks};
   }

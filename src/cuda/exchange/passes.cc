@@ -67,9 +67,9 @@ constexpr std::uint32_t kForwardPhases = phase_bit(kPhaseRouting) | phase_bit(kP
                                          phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
                                          phase_bit(kPhaseMorePartials);
 /// And kPhaseAgain, if x is sent again.
-constexpr std::uint32_t kBackwardPhases =
-    phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
-    phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
+constexpr std::uint32_t kBackwardPhases = phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
+                                          phase_bit(kPhasePartials) |
+                                          phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
 
 void begin_forward(const Run& run, const ForwardArgs& args) {
   const Exchange& e = run.exchange;
