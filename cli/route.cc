@@ -157,7 +157,8 @@ Command add_route(CLI::App& app) {
                   "Compare top-k with each rounding mode: rows by expert, and padding");
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
-  command.option("--score", o->score, "Scores: softmax_after_topk, softmax_before_topk or sigmoid");
+  command.option("--score", o->score,
+                 "Scores: softmax_after_topk, softmax_before_topk, sigmoid or\nsqrt_softplus");
   command.option("--tile", o->tile, "Rows of a tile");
   command.option(
       "--skew", o->skew,

@@ -20,8 +20,8 @@ struct Route {
 
 TEST(ChecksRouting, OptionRefusals) {
   expect_refusals<Route>({
-      {[](Route& r) { r.options.score = static_cast<ScoreMode>(3); },
-       "score is 3, must be in 0 to 2"},
+      {[](Route& r) { r.options.score = static_cast<ScoreMode>(4); },
+       "score is 4, must be in 0 to 3"},
       {[](Route& r) { r.options.renormalize = 2; }, "renormalize is 2, must be in 0 to 1"},
       {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite"},
       {[](Route& r) { r.options.scale = -0x1p128; },

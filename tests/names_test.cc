@@ -21,6 +21,7 @@ TEST(Names, RoundTrip) {
   EXPECT_STREQ(precision_name(Precision::kTensors), "tensors");
   EXPECT_EQ(rounding_mode_from_name("balanced"), RoundingMode::kBalanced);
   EXPECT_EQ(score_mode_from_name("sigmoid"), ScoreMode::kSigmoid);
+  EXPECT_EQ(score_mode_from_name("sqrt_softplus"), ScoreMode::kSqrtSoftplus);
   EXPECT_STREQ(version_string(), SONICMOE_VERSION_STRING);
 }
 

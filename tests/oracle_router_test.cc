@@ -42,7 +42,7 @@ void expect_slopes(Matrix<double> logits, const Matrix<double>& dlogits, Loss lo
 }
 
 constexpr ScoreMode kModes[] = {ScoreMode::kSoftmaxAfterTopK, ScoreMode::kSoftmaxBeforeTopK,
-                                ScoreMode::kSigmoid};
+                                ScoreMode::kSigmoid, ScoreMode::kSqrtSoftplus};
 
 TEST(OracleRouter, BackwardIsTheSlopeOfForward) {
   for (const ScoreMode score : kModes) {
@@ -98,6 +98,8 @@ TEST(OracleRouter, BalancedLossIsOneAndEmptyIsZero) {
   options.score = ScoreMode::kSigmoid;
   logits.values.assign(4, -1000.0);
   EXPECT_DOUBLE_EQ(router_losses(options, logits, ids).load_balancing, 1.0);
+  options.score = ScoreMode::kSqrtSoftplus;
+  EXPECT_DOUBLE_EQ(router_losses(options, logits, ids).load_balancing, 1.0);
   const Losses none = router_losses(options, Matrix<double>(0, 2), Matrix<std::int64_t>(0, 1));
   EXPECT_EQ(none.load_balancing, 0.0);
   EXPECT_EQ(none.z, 0.0);
@@ -117,6 +119,8 @@ TEST(OracleRouter, WeightsByHand) {
   options.renormalize = 0;
   options.scale = 1.0;
   EXPECT_NEAR(route(options, logits).weights(0, 0), 0.8, 1e-15);
+  options.score = ScoreMode::kSqrtSoftplus;
+  EXPECT_NEAR(route(options, logits).weights(0, 0), std::sqrt(std::log(5.0)), 1e-15);
 }
 
 TEST(OracleRouter, ChoiceRules) {

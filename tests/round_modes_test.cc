@@ -123,13 +123,13 @@ TEST_P(Rounding, EqualsTheNaiveImplementation) {
         o.tile = tile;
         o.seed = random();
         o.route.top_k = s.top_k;
-        o.route.score = static_cast<ScoreMode>(draw % 3);
-        o.route.renormalize = static_cast<std::int32_t>(draw / 3 % 2);
-        o.route.scale = draw / 6 % 2 == 0 ? 1.0 : 2.5;
-        if (o.route.score == ScoreMode::kSigmoid && draw / 12 % 2 == 0) {
+        o.route.score = static_cast<ScoreMode>(draw % 4);
+        o.route.renormalize = static_cast<std::int32_t>(draw / 4 % 2);
+        o.route.scale = draw / 8 % 2 == 0 ? 1.0 : 2.5;
+        if (o.route.score >= ScoreMode::kSigmoid && draw / 16 % 2 == 0) {
           o.route.bias = bias.vector();
         }
-        if (s.experts % 4 == 0 && draw / 24 % 2 == 0) {
+        if (s.experts % 4 == 0 && draw / 32 % 2 == 0) {
           o.route.n_group = s.experts / 4;
           o.route.topk_group = (s.top_k + 3) / 4;
         }

@@ -41,14 +41,14 @@ double dot(Guarded* a, Guarded* b, std::int64_t count) {
 
 /// Calls body with every combination of score mode, renormalisation, bias and groups.
 void for_options(Guarded* bias, const std::function<void(const RouteOptions&)>& body) {
-  for (int variant = 0; variant < 24; ++variant) {
+  for (int variant = 0; variant < 32; ++variant) {
     RouteOptions o;
     o.top_k = variant % 2 == 0 ? 3 : 2;
-    o.score = static_cast<ScoreMode>(variant % 3);
-    o.renormalize = variant / 3 % 2;
-    o.scale = variant / 6 % 2 == 0 ? 1.0 : 2.5;
-    if (o.score == ScoreMode::kSigmoid && variant / 6 % 2 == 1) o.bias = bias->vector();
-    if (variant / 12 % 2 == 1) {
+    o.score = static_cast<ScoreMode>(variant % 4);
+    o.renormalize = variant / 4 % 2;
+    o.scale = variant / 8 % 2 == 0 ? 1.0 : 2.5;
+    if (o.score >= ScoreMode::kSigmoid && variant / 8 % 2 == 1) o.bias = bias->vector();
+    if (variant / 16 % 2 == 1) {
       o.n_group = 4;
       o.topk_group = 2;
     }

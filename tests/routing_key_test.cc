@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "core/selection_key.h"
+#include "core/score.h"
 #include "cpu/route_simd.h"
 #include "routing_reference.h"
 
@@ -42,6 +42,53 @@ TEST(SelectionKey, SigmoidIsWithinTwoAndAHalfUlps) {
   EXPECT_EQ(key::sigmoid32(0.0f), 0.5f);
   EXPECT_EQ(key::sigmoid32(key::minus_infinity()), 0.0f);
   EXPECT_EQ(key::sigmoid32(key::kLargestF32), 1.0f);
+}
+
+double sqrt_softplus(double x) {
+  return std::sqrt(std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))));
+}
+
+TEST(SelectionKey, SqrtSoftplusIsWithinTwoUlps) {
+  for (float x = -79.9f; x < 90.0f; x += 0.00137f) {
+    ASSERT_LE(ulps(key::sqrt_softplus32(x), sqrt_softplus(x)), 2.0) << x;
+    const double slope = 1.0 / (2.0 * (1.0 + std::exp(-x)) * std::log1p(std::exp(x)));
+    ASSERT_LE(ulps(key::sqrt_softplus_slope32(x), x < 50 ? slope : 0.5 / x), 4.5) << x;
+  }
+  EXPECT_EQ(key::sqrt_softplus32(key::minus_infinity()), 0.0f);
+  EXPECT_EQ(key::sqrt_softplus32(-80.1f), 0.0f);
+  EXPECT_EQ(key::sqrt_softplus32(81.0f), 9.0f);
+  EXPECT_EQ(key::sqrt_softplus32(key::kLargestF32), std::sqrt(key::kLargestF32));
+  for (const float x : {key::minus_infinity(), -1e4f, -80.1f}) {
+    EXPECT_EQ(key::sqrt_softplus_slope32(x), 0.5f);
+  }
+}
+
+// Parts have the ratios of scores, also where the scores are 0.
+TEST(SelectionKey, SqrtSoftplusPartsDoNotUnderflow) {
+  for (const float top : {-500.0f, -100.0f, -30.0f, -1.0f, 0.0f, 3.0f}) {
+    for (float x = top; x > top - 60.0f; x -= 0.37f) {
+      const double factor = top > 0.0f ? 1.0 : std::exp(-top / 2.0);
+      const double score = (x < -40.0f ? std::exp(x / 2.0) : sqrt_softplus(x)) * factor;
+      ASSERT_NEAR(key::sqrt_softplus_part32(x, top), score, 1e-6 * score) << x;
+    }
+    EXPECT_EQ(key::sqrt_softplus_part32(key::minus_infinity(), top), 0.0f);
+  }
+}
+
+// Sums of 2^31 masses must fit 64 bits, and the ranks of token rounding 30 bits.
+TEST(SelectionKey, LargeScoresHaveMassesAndRanks) {
+  constexpr auto kScore = ScoreMode::kSqrtSoftplus;
+  EXPECT_EQ(key::score_mass(kScore, 1.5f), std::uint64_t{3} << 23);
+  EXPECT_EQ(key::score_mass(kScore, 600.0f), std::uint64_t{1} << 33);
+  EXPECT_EQ(key::score_mass(kScore, 1e19f), std::uint64_t{1} << 33);
+  EXPECT_EQ(key::score_mass(ScoreMode::kSigmoid, 0.75f), std::uint64_t{3} << 38);
+  for (const float x : {-1e3f, -80.0f, -79.0f, -3.0f, 0.0f, 5.0f, 1e30f, key::kLargestF32}) {
+    const float score = key::sqrt_softplus32(x);
+    const float rank = key::rank_of(kScore, score);
+    EXPECT_LE(rank, 1.0f);
+    EXPECT_TRUE(rank == 0.0f || rank >= std::numeric_limits<float>::min());
+    EXPECT_EQ(key::score_of_rank(kScore, rank), score);
+  }
 }
 
 TEST(SelectionKey, OrderBitsKeepTheOrderAndReturn) {
@@ -109,19 +156,26 @@ TEST(RouteSimd, EveryTableGivesTheStatedBits) {
       const auto x = testing::read_logits<float>(&logits, DType::kF32, 1, n)[0];
       const auto want = testing::softmax(x);
       const auto want_sigmoid = testing::sigmoid(x);
+      const auto want_sqrt_softplus = testing::sqrt_softplus(x);
       for (const cpu::RouteSimd* table : tables()) {
-        std::vector<float> loaded(n), p(n), s(n), tmp(2 * n);
+        std::vector<float> loaded(n), p(n), s(n), q(n), part(n), slope(n), tmp(2 * n);
         std::vector<std::uint32_t> keys(n);
         float top = 0.0f;
         table->load(logits.data(), DType::kF32, n, loaded.data());
         table->softmax(loaded.data(), n, p.data(), tmp.data(), &top);
         table->sigmoid(loaded.data(), n, s.data());
+        table->sqrt_softplus(loaded.data(), n, q.data());
+        table->sqrt_softplus_parts(loaded.data(), -1.0f, n, part.data(), slope.data());
         table->order(loaded.data(), n, keys.data());
         EXPECT_EQ(top, *std::max_element(x.begin(), x.end()));
         for (std::int64_t i = 0; i < n; ++i) {
           ASSERT_EQ(loaded[i], x[i]);
           ASSERT_EQ(std::bit_cast<std::uint32_t>(p[i]), std::bit_cast<std::uint32_t>(want[i]));
           ASSERT_EQ(s[i], want_sigmoid[i]);
+          ASSERT_EQ(q[i], want_sqrt_softplus[i]);
+          ASSERT_EQ(std::bit_cast<std::uint32_t>(part[i]),
+                    std::bit_cast<std::uint32_t>(key::sqrt_softplus_part32(x[i], -1.0f)));
+          ASSERT_EQ(slope[i], key::sqrt_softplus_slope32(x[i]));
           ASSERT_EQ(keys[i], key::order_bits(x[i]));
         }
       }

@@ -105,7 +105,7 @@ TEST(RouterLosses, EqualThePlainFormulas) {
   std::mt19937_64 random(37);
   constexpr std::int64_t kTokens = 600, kExperts = 12;
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
-    for (int score = 0; score < 3; ++score) {
+    for (int score = 0; score < 4; ++score) {
       for (const Flavour flavour : {Flavour::kNormal, Flavour::kEmptyRows}) {
         const DType value_dtype = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
         RouteOptions o;
@@ -143,7 +143,10 @@ TEST(RouterLosses, PerfectBalanceIsOne) {
 }
 
 // DeepSeek-V3 divides sigmoids by their sum. Without this the loss would fall with all logits.
-TEST(RouterLosses, BalancedSigmoidsCostOneAtAnyHeight) {
+class PointwiseLosses : public ::testing::TestWithParam<ScoreMode> {};
+INSTANTIATE_TEST_SUITE_P(All, PointwiseLosses,
+                         ::testing::Values(ScoreMode::kSigmoid, ScoreMode::kSqrtSoftplus));
+TEST_P(PointwiseLosses, BalancedScoresCostOneAtAnyHeight) {
   for (const DType dtype : {DType::kF32, DType::kF64}) {
     for (const double height : {0.0, -5.0, -20.0, -100.0, 30.0}) {
       const DType value_dtype = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -153,7 +156,7 @@ TEST(RouterLosses, BalancedSigmoidsCostOneAtAnyHeight) {
       for (int i = 0; i < 4; ++i) ids.set(i, i);
       RouteOptions o;
       o.top_k = 1;
-      o.score = ScoreMode::kSigmoid;
+      o.score = GetParam();
       cpu::router_losses(o, logits.matrix(4, 4), ids.matrix(4, 1),
                          {values.vector(), counts.vector()}, {});
       EXPECT_NEAR(values.value(0), 1.0, 1e-6) << height;

@@ -23,7 +23,7 @@ constexpr Shape kShapes[] = {{0, 4, 2, 0, 0},    {1, 1, 1, 0, 0},      {5, 3, 3,
                              {13, 256, 8, 1, 1}, {7, 48, 48, 0, 0},    {40, 16, 8, 8, 2}};
 constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
 constexpr ScoreMode kScores[] = {ScoreMode::kSoftmaxAfterTopK, ScoreMode::kSoftmaxBeforeTopK,
-                                 ScoreMode::kSigmoid};
+                                 ScoreMode::kSigmoid, ScoreMode::kSqrtSoftplus};
 
 DType weight_dtype(DType logits) { return logits == DType::kF64 ? DType::kF64 : DType::kF32; }
 
@@ -69,7 +69,7 @@ TEST_P(TopK, EqualsTheNaiveImplementation) {
         options.scale = variant == 0 ? 1.0 : 2.5;
         options.n_group = s.n_group;
         options.topk_group = s.topk_group;
-        if (score == ScoreMode::kSigmoid && variant > 0) options.bias = bias.vector();
+        if (score >= ScoreMode::kSigmoid && variant > 0) options.bias = bias.vector();
         cpu::route(options, logits.matrix(s.tokens, s.experts), ids.matrix(s.tokens, s.top_k),
                    weights.matrix(s.tokens, s.top_k), {});
         SCOPED_TRACE(::testing::Message()

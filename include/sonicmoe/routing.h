@@ -19,7 +19,8 @@ namespace sonicmoe {
 enum class ScoreMode : std::int32_t {
   kSoftmaxAfterTopK = 0,   ///< softmax over the K chosen logits
   kSoftmaxBeforeTopK = 1,  ///< softmax over all E logits
-  kSigmoid = 2,            ///< sigmoid of the logit; selects by sigmoid + bias
+  kSigmoid = 2,            ///< sigmoid of the logit; selects by score + bias
+  kSqrtSoftplus = 3,       ///< sqrt(ln(1 + e^logit)); selects by score + bias
 };
 
 /// Options of top-k.
@@ -28,7 +29,8 @@ struct RouteOptions {
   ScoreMode score = ScoreMode::kSoftmaxAfterTopK;
   std::int32_t renormalize = 0;  ///< 1: divide the K weights by (their sum + 1e-20)
   double scale = 1.0;            ///< multiplies the weights last; finite in fp32
-  Tensor bias{};             ///< (E) fp32, optional, kSigmoid only: added to select, not to weigh
+  Tensor bias{};             ///< (E) fp32, optional, for kSigmoid and kSqrtSoftplus: added to the
+                             ///< scores to select, not to weigh
   std::int64_t n_group = 0;  ///< 0: no groups; else a divisor of E
   std::int64_t topk_group = 0;  ///< number of groups from which experts are chosen: those whose
                                 ///< two largest selection values have the largest sum
@@ -116,8 +118,9 @@ SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pair
                                          const Tensor& dweight, const Tensor& dlogits,
                                          const Exec& exec = {});
 
-/// The auxiliary losses of a routing. p is the softmax over E (kSigmoid: the sigmoid over its sum
-/// over E), count_e the number of tokens that top-k gives to expert e. Both losses are 0 if T = 0.
+/// The auxiliary losses of a routing. p is the softmax over E (kSigmoid and kSqrtSoftplus: the
+/// score over its sum over E), count_e the number of tokens that top-k gives to expert e. Both
+/// losses are 0 if T = 0.
 /// - load_balancing = E * sum_e count_e/(T*K) * mean_t p[t,e]
 /// - z = mean_t logsumexp(logits_t)^2
 struct RouterLosses {

@@ -32,7 +32,7 @@ inline sonicmoe::RouteOptions options_of(const RouteCall& a) {
   expect_rank(a.logits, 2, "logits");
   sonicmoe::RouteOptions o;
   o.top_k = a.k;
-  o.score = enumerator("score", a.score, sonicmoe::ScoreMode::kSigmoid);
+  o.score = enumerator("score", a.score, sonicmoe::ScoreMode::kSqrtSoftplus);
   o.renormalize = a.renormalize ? 1 : 0;
   o.scale = a.scale;
   o.bias = view(a.bias, "bias");

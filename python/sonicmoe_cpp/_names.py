@@ -29,5 +29,6 @@ LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
 # in fp8 with H kept in bf16.
 PRECISION = {"tensors": 0, "fp8": 1, "fp8_keeps_bf16": 2}  # layer.h
 PACKED = {"nf4": 0, "mxfp4": 1, "fp8_blocks": 2}  # packed.h
-SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2}
+SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2, "sqrt_softplus": 3}
+POINTWISE = ("sigmoid", "sqrt_softplus")  # of the expert's own logit: these take a bias
 ROUNDING = {"nearest": 0, "up": 1, "down": 2, "score": 3, "stochastic": 4, "balanced": 5}

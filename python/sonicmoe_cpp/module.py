@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from . import _checks, _library
 from ._arguments import autocast_dtype
 from ._fake import check_format, fake_quantize
-from ._names import GATED
+from ._names import GATED, POINTWISE
 from ._weights import LAYOUTS, Activation, activation_of
 from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import moe, moe_grouped, moe_pairs
@@ -126,8 +126,9 @@ class MoE(nn.Module):
     router_dtype: the dtype of the router's parameter and products, also under autocast; for example
     fp32 for bf16 experts. FSDP2 groups have one dtype: call fully_shard(module.router) first.
     shared_experts: the number of additional experts, without biases, that take every token.
-    selection_bias=True: a buffer selection_bias (E,) fp32 is added in the selection of
-    score="sigmoid". update_selection_bias() changes it to balance the experts without a loss.
+    selection_bias=True: a buffer selection_bias (E,) fp32 is added to the scores in the selection;
+    it needs score="sigmoid" or "sqrt_softplus". update_selection_bias() changes it to balance the
+    experts without a loss.
     precision, keep_h: as in moe(), also for the shared experts. The quantised weights are kept
     until the parameters change, so that micro-batches share them. Call forget_fp8_weights() after
     writing to `parameter.data` outside of an optimizer. In graphs of torch.compile, during and
@@ -198,8 +199,10 @@ class MoE(nn.Module):
             raise ValueError(f"shared_experts is {shared_experts}, must be at least 0")
         for name, value in (("lb_coef", lb_coef), ("z_coef", z_coef)):
             _checks.finite(name, value)
-        if selection_bias and score != "sigmoid":
-            raise ValueError(f'selection_bias is True, needs score="sigmoid", not "{score}"')
+        if selection_bias and score not in POINTWISE:
+            raise ValueError(
+                f'selection_bias is True, needs score="sigmoid" or "sqrt_softplus", not "{score}"'
+            )
         check_request(precision, keep_h)
         self.fake_quantize = check_format(fake_quantize, precision)
         self.precision, self.keep_h = precision, keep_h
@@ -546,7 +549,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, MoEAux]:
         """x (..., d) -> out (..., d), MoEAux.
 
-        selection_bias (E,) fp32 replaces the module's own; it needs score="sigmoid".
+        selection_bias (E,) fp32 replaces the module's own, under the same condition.
         padding_mask (...) bool is True for padding tokens. They go to no expert, their output is 0,
         and losses and tokens_per_expert do not count them.
         grad_accum=(g_up, g_down), as in moe(): backward adds to these buffers.

@@ -97,7 +97,8 @@ def route(
 
     The weights are differentiable in logits (T, E). Of experts that rank equally, the lower id is
     chosen. If only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only
-    the selection; it needs score="sigmoid". Errors are as in moe(); CUDA takes E <= 1024, k <= 32.
+    the selection; it needs score="sigmoid" or "sqrt_softplus", which is sqrt(softplus(logit)) as in
+    DeepSeek-V4. Errors are as in moe(); CUDA takes E <= 1024, k <= 32.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     weights, ids = _autograd.call("route", *options)
@@ -162,16 +163,26 @@ def counted(ids: Tensor, experts: int) -> Tensor:
     return found[..., 1 : experts + 1]
 
 
+def _log_score(values: Tensor, score: str) -> Tensor:
+    """ln(score) of each logit, plus a constant for softmax; finite where the score underflows."""
+    if score == "sigmoid":
+        return F.logsigmoid(values)
+    if score == "sqrt_softplus":  # below -40 it is half the logit to the last bit of fp64
+        high = F.softplus(values.clamp(min=-40.0), threshold=40.0).log()
+        return 0.5 * torch.where(values < -40.0, values, high)
+    return values
+
+
 def _loss_rows(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
     """(real (T, 1), p (T, E), logsumexp^2 (T, 1)): `real` is 1, and 0 in padding, where the others
-    are 0 too. p is the softmax of logits (T, E), or their sigmoid over its sum; padding is (T, 1)
+    are 0 too. p is the softmax of logits (T, E), or their scores over the sum; padding is (T, 1)
     bool."""
     values = logits.to(score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # first, so that a NaN in padding does not reach the gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
-    # As a softmax of logarithms, because small sigmoids would underflow.
-    p = (F.logsigmoid(values) if score == "sigmoid" else values).softmax(-1)
+    # As a softmax of logarithms, because small scores would underflow.
+    p = _log_score(values, score).softmax(-1)
     return real, p * real, values.logsumexp(-1, keepdim=True).square() * real
 
 
@@ -219,8 +230,8 @@ def router_losses(
     """(load_balancing, z, tokens_per_expert) for the ids (T, K) that route(logits, K, ...) gave.
 
     load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
-    experts. For score="sigmoid" it is the sigmoid divided by the token's sum of sigmoids, as in
-    DeepSeek-V3. It is 1 for a balanced router.
+    experts. For score="sigmoid" and "sqrt_softplus" it is the score divided by the token's sum of
+    scores, as in DeepSeek-V3. It is 1 for a balanced router.
     z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
     logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route(). An id < 0
     or >= E is an empty slot, which is not counted.

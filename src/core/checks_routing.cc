@@ -4,11 +4,12 @@
 
 #include "core/check_tensor.h"
 #include "core/checks.h"
+#include "core/score.h"
 
 namespace sonicmoe::checks {
 namespace {
 
-constexpr std::int32_t kScoreModeCount = 3;
+constexpr std::int32_t kScoreModeCount = 4;
 constexpr std::int32_t kRoundingModeCount = 6;
 
 void at_most(const char* name, std::int64_t value, const std::string& bound_name,
@@ -44,7 +45,7 @@ void route_options(const RouteOptions& o, std::int64_t experts) {
   at_most("top_k", o.top_k, "E", experts);
   groups(o, experts);
   if (given(o.bias)) {
-    if (o.score != ScoreMode::kSigmoid) {
+    if (!key::pointwise(o.score)) {
       refuse(std::string("bias is given, must be empty: ") + score_mode_name(o.score) +
              " has no selection bias");
     }

@@ -24,7 +24,8 @@ static_assert(kActivations.back() != nullptr);
 constexpr std::array kDTypes = {"f32", "bf16", "f16", "f64", "i32", "i64"};
 constexpr std::array kPrecisions = {"tensors", "fp8"};
 constexpr std::array kPackedFormats = {"nf4", "mxfp4", "fp8_blocks"};
-constexpr std::array kScoreModes = {"softmax_after_topk", "softmax_before_topk", "sigmoid"};
+constexpr std::array kScoreModes = {"softmax_after_topk", "softmax_before_topk", "sigmoid",
+                                    "sqrt_softplus"};
 constexpr std::array kRoundingModes = {"nearest", "up", "down", "score", "stochastic", "balanced"};
 
 template <std::size_t N>

@@ -134,8 +134,8 @@ class TokenRounding {
       case RoundingMode::kDown:
         return b.lo;
       case RoundingMode::kScore:
-        return score_count(b, ranking.mass_of_best_others(b.hi - b.f),
-                           ranking.mass_of_worst_chosen(b.lo));
+        return score_count(b, ranking.mass_of_best_others(b.hi - b.f, options_.route.score),
+                           ranking.mass_of_worst_chosen(b.lo, options_.route.score));
       case RoundingMode::kStochastic:
         return stochastic_count(b, expert_draw(options_.seed, static_cast<std::uint32_t>(e)));
       default:

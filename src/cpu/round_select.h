@@ -63,29 +63,29 @@ class ColumnRanking {
     return {kept_.data(), static_cast<std::size_t>(count)};
   }
 
-  /// The mass of the m highest ranked tokens that are not chosen.
-  std::uint64_t mass_of_best_others(std::int64_t m) {
+  /// The mass of the m highest ranked tokens that are not chosen; their keys are of `score`.
+  std::uint64_t mass_of_best_others(std::int64_t m, ScoreMode score) {
     std::uint64_t mass = 0;
     if (m == 0) return mass;
     best_others(m);
-    for (const auto& r : candidates_) mass += mass_of(r.key);
+    for (const auto& r : candidates_) mass += mass_of(r.key, score);
     return mass;
   }
 
   /// The mass of the chosen tokens below rank c.
-  std::uint64_t mass_of_worst_chosen(std::int64_t c) {
+  std::uint64_t mass_of_worst_chosen(std::int64_t c, ScoreMode score) {
     collect_chosen();
     const auto first = candidates_.begin() + c;
     std::nth_element(candidates_.begin(), first, candidates_.end(), order);
     std::uint64_t mass = 0;
-    for (auto r = first; r != candidates_.end(); ++r) mass += mass_of(r->key);
+    for (auto r = first; r != candidates_.end(); ++r) mass += mass_of(r->key, score);
     return mass;
   }
 
  private:
   static bool order(const Ranked<Key>& a, const Ranked<Key>& b) { return a.before(b); }
-  static std::uint64_t mass_of(Key key) {
-    return probability_mass(bits_probability(static_cast<Key>(key & ~kChosenBit<Key>)));
+  static std::uint64_t mass_of(Key key, ScoreMode score) {
+    return probability_mass(score, bits_probability(static_cast<Key>(key & ~kChosenBit<Key>)));
   }
 
   void collect_chosen() {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/selection_key.h"
+#include "core/score.h"
 #include "cpu/routing_access.h"
 
 namespace sonicmoe::cpu {
@@ -65,9 +65,43 @@ void sigmoid_row(const double* x, std::int64_t n, double* s) {
   }
 }
 
-float biased(float logit, float sigmoid, float bias) { return key::biased(logit, sigmoid, bias); }
-double biased(double logit, double sigmoid, float bias) {
-  return std::isinf(logit) ? logit : clean(sigmoid + bias);
+// ln(1 + e^-|x|) / e^-|x|.
+double log1p_ratio(double x) {
+  const double e = std::exp(-std::abs(x));
+  return e > 0.0 ? std::log1p(e) / e : 1.0;
+}
+
+// As sqrt_softplus_slope32.
+float sqrt_softplus_slope(float x) { return key::sqrt_softplus_slope32(x); }
+double sqrt_softplus_slope(double x) {
+  const double e = std::exp(-std::abs(x));
+  const double ratio = log1p_ratio(x);
+  return 0.5 / ((1.0 + e) * (x < 0.0 ? ratio : x + e * ratio));
+}
+
+void sqrt_softplus_row(const float* x, std::int64_t n, float* s) {
+  route_simd().sqrt_softplus(x, n, s);
+}
+void sqrt_softplus_row(const double* x, std::int64_t n, double* s) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    s[i] = std::sqrt(std::max(x[i], 0.0) + std::log1p(std::exp(-std::abs(x[i]))));
+  }
+}
+
+void sqrt_softplus_parts(const float* x, float top, std::int64_t n, float* s, float* slope) {
+  route_simd().sqrt_softplus_parts(x, top, n, s, slope);
+}
+void sqrt_softplus_parts(const double* x, double top, std::int64_t n, double* s, double* slope) {
+  if (top > 0.0) sqrt_softplus_row(x, n, s);
+  for (std::int64_t i = 0; i < n; ++i) {
+    slope[i] = sqrt_softplus_slope(x[i]);
+    if (!(top > 0.0)) s[i] = std::exp((x[i] - top) / 2.0) * std::sqrt(log1p_ratio(x[i]));
+  }
+}
+
+float biased(float logit, float score, float bias) { return key::biased(logit, score, bias); }
+double biased(double logit, double score, float bias) {
+  return std::isinf(logit) ? logit : clean(score + bias);
 }
 
 float group_value(float best, float second) { return key::group_value(best, second); }
@@ -82,8 +116,11 @@ KeyOf<float> probability_bits(float p) { return std::bit_cast<std::uint32_t>(p);
 KeyOf<double> probability_bits(double p) { return std::bit_cast<std::uint64_t>(p); }
 float bits_probability(KeyOf<float> bits) { return std::bit_cast<float>(bits); }
 double bits_probability(KeyOf<double> bits) { return std::bit_cast<double>(bits); }
-std::uint64_t probability_mass(float p) { return key::mass(p); }
-std::uint64_t probability_mass(double p) { return static_cast<std::uint64_t>(p * 0x1p40); }
+std::uint64_t probability_mass(ScoreMode score, float p) { return key::score_mass(score, p); }
+std::uint64_t probability_mass(ScoreMode score, double p) {
+  if (score != ScoreMode::kSqrtSoftplus) return static_cast<std::uint64_t>(p * 0x1p40);
+  return static_cast<std::uint64_t>(std::min<double>(p, key::kLargestMass) * 0x1p24);
+}
 
 template <class Real>
 RouteRow<Real>::RouteRow(const RouteOptions& options, std::int64_t experts)
@@ -123,9 +160,16 @@ ExpSum<Real> RouteRow<Real>::compute_softmax() {
 }
 
 template <class Real>
+bool RouteRow<Real>::pointwise() const {
+  return key::pointwise(options_.score);
+}
+
+template <class Real>
 void RouteRow<Real>::compute_probabilities() {
   if (options_.score == ScoreMode::kSigmoid) {
     sigmoid_row(x_.data(), experts_, p_.data());
+  } else if (options_.score == ScoreMode::kSqrtSoftplus) {
+    sqrt_softplus_row(x_.data(), experts_, p_.data());
   } else {
     compute_softmax();
   }
@@ -133,16 +177,21 @@ void RouteRow<Real>::compute_probabilities() {
 
 template <class Real>
 void RouteRow<Real>::normalize_scores(Real top) {
-  if (options_.score != ScoreMode::kSigmoid) return;
-  // The sigmoid is e^x sigmoid(-x). Where all logits are negative, e^x is the softmax times a
-  // factor that the division cancels: so small scores do not underflow.
+  if (!pointwise()) return;
   Real* slope = v_.data();
-  for (std::int64_t e = 0; e < experts_; ++e) tmp_[e] = -x_[e];
-  sigmoid_row(tmp_.data(), experts_, slope);
-  if (top > 0) {
-    sigmoid_row(x_.data(), experts_, p_.data());
+  if (options_.score == ScoreMode::kSqrtSoftplus) {
+    const Real finite = std::max(top, std::numeric_limits<Real>::lowest());
+    sqrt_softplus_parts(x_.data(), finite, experts_, p_.data(), slope);
   } else {
-    for (std::int64_t e = 0; e < experts_; ++e) p_[e] *= slope[e];
+    // The sigmoid is e^x sigmoid(-x). Where all logits are negative, e^x is the softmax times a
+    // factor that the division cancels: so small scores do not underflow.
+    for (std::int64_t e = 0; e < experts_; ++e) tmp_[e] = -x_[e];
+    sigmoid_row(tmp_.data(), experts_, slope);
+    if (top > 0) {
+      sigmoid_row(x_.data(), experts_, p_.data());
+    } else {
+      for (std::int64_t e = 0; e < experts_; ++e) p_[e] *= slope[e];
+    }
   }
   double sum = 0.0;
   for (std::int64_t e = 0; e < experts_; ++e) sum += p_[e];
@@ -152,7 +201,7 @@ void RouteRow<Real>::normalize_scores(Real top) {
 
 template <class Real>
 void RouteRow<Real>::selection_values() {
-  if (options_.score != ScoreMode::kSigmoid) {
+  if (!pointwise()) {
     order_row(x_.data(), experts_, keys_.data());
     return;
   }
@@ -167,7 +216,7 @@ template <class Real>
 void RouteRow<Real>::keep_best_groups() {
   const std::int64_t groups = options_.n_group;
   const std::int64_t size = experts_ / groups;
-  const Real* values = options_.score == ScoreMode::kSigmoid ? v_.data() : x_.data();
+  const Real* values = pointwise() ? v_.data() : x_.data();
   constexpr Real kNone = -std::numeric_limits<Real>::infinity();
   auto& order = group_order_;
   for (std::int64_t g = 0; g < groups; ++g) {
@@ -256,6 +305,11 @@ void RouteRow<Real>::add_weight_gradient(const std::int32_t* ids, const double* 
   } else if (options_.score == ScoreMode::kSigmoid) {
     for (std::int64_t j = 0; j < k; ++j) dscore_[j] *= 1.0 - score_[j];
     mean = 0.0;
+  } else if (options_.score == ScoreMode::kSqrtSoftplus) {
+    for (std::int64_t j = 0; j < k; ++j) {
+      if (ids[j] >= 0) dscore_[j] *= sqrt_softplus_slope(x_[ids[j]]);
+    }
+    mean = 0.0;
   }
   for (std::int64_t j = 0; j < k; ++j) {
     if (ids[j] >= 0) dlogits[ids[j]] += score_[j] * (dscore_[j] - mean);
@@ -271,20 +325,27 @@ void RouteRow<Real>::add_softmax_gradient(const double* dp, double* dlogits) con
 
 template <class Real>
 void RouteRow<Real>::add_probability_gradient(const double* dp, double* dlogits) const {
-  if (options_.score != ScoreMode::kSigmoid) {
+  if (!pointwise()) {
     add_softmax_gradient(dp, dlogits);
     return;
   }
-  for (std::int64_t e = 0; e < experts_; ++e) dlogits[e] += dp[e] * p_[e] * (1.0 - p_[e]);
+  if (options_.score == ScoreMode::kSigmoid) {
+    for (std::int64_t e = 0; e < experts_; ++e) dlogits[e] += dp[e] * p_[e] * (1.0 - p_[e]);
+    return;
+  }
+  for (std::int64_t e = 0; e < experts_; ++e) {
+    if (dp[e] == 0.0) continue;  // most experts have no added pair
+    dlogits[e] += dp[e] * p_[e] * sqrt_softplus_slope(x_[e]);
+  }
 }
 
 template <class Real>
 void RouteRow<Real>::add_loss_gradient(const double* dp, double* dlogits) const {
-  const bool sigmoid = options_.score == ScoreMode::kSigmoid;
+  const bool slopes = pointwise();
   double mean = 0.0;
   for (std::int64_t e = 0; e < experts_; ++e) mean += dp[e] * p_[e];
   for (std::int64_t e = 0; e < experts_; ++e) {
-    dlogits[e] += p_[e] * (dp[e] - mean) * (sigmoid ? v_[e] : Real{1});
+    dlogits[e] += p_[e] * (dp[e] - mean) * (slopes ? v_[e] : Real{1});
   }
 }
 

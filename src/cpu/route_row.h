@@ -35,17 +35,18 @@ class RouteRow {
   const Real* logits() const { return x_.data(); }
   const Real* probabilities() const { return p_.data(); }
 
-  /// p over all E: softmax, or the sigmoid without bias for sigmoid routing.
+  /// p over all E: softmax, or the score without bias where each expert has its own
+  /// (key::pointwise).
   void compute_probabilities();
   /// p = softmax over E whatever the score mode.
   ExpSum<Real> compute_softmax();
 
   /// p of the losses, from compute_softmax() and its result `top`: the scores over their sum.
-  /// Leaves the softmax as it is for softmax routing. For sigmoid routing it also computes the
-  /// slopes that add_loss_gradient() needs.
+  /// Leaves the softmax as it is for softmax routing. For other scores it also computes the slopes
+  /// that add_loss_gradient() needs.
   void normalize_scores(Real top);
 
-  /// Chooses K experts, best first; -1 for an empty slot. kSigmoid needs probabilities.
+  /// Chooses K experts, best first; -1 for an empty slot. A pointwise score needs probabilities.
   void select(std::int32_t* ids);
   /// The weights of the K chosen experts; 0 for an empty slot. Needs probabilities unless
   /// kSoftmaxAfterTopK.
@@ -64,6 +65,7 @@ class RouteRow {
   bool needs_probabilities() const { return options_.score != ScoreMode::kSoftmaxAfterTopK; }
 
  private:
+  bool pointwise() const;
   void selection_values();
   void keep_best_groups();
   void compute_scores(const std::int32_t* ids);
@@ -84,8 +86,8 @@ float bits_probability(KeyOf<float> bits);
 double bits_probability(KeyOf<double> bits);
 template <class Key>
 inline constexpr Key kChosenBit = Key{1} << (8 * sizeof(Key) - 1);
-/// A probability in fixed point with 40 fraction bits, truncated.
-std::uint64_t probability_mass(float p);
-std::uint64_t probability_mass(double p);
+/// A probability in fixed point, truncated: core/selection_key.h.
+std::uint64_t probability_mass(ScoreMode score, float p);
+std::uint64_t probability_mass(ScoreMode score, double p);
 
 }  // namespace sonicmoe::cpu

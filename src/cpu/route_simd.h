@@ -19,6 +19,9 @@ struct RouteSimd {
   /// p = softmax(x). tmp has 2 * n floats. Returns the sum of e^(x - *top); *top is the maximum.
   float (*softmax)(const float* x, std::int64_t n, float* p, float* tmp, float* top);
   void (*sigmoid)(const float* x, std::int64_t n, float* s);
+  void (*sqrt_softplus)(const float* x, std::int64_t n, float* s);
+  /// s = sqrt_softplus_part32(x, top), slope = sqrt_softplus_slope32(x). `top` is finite.
+  void (*sqrt_softplus_parts)(const float* x, float top, std::int64_t n, float* s, float* slope);
   /// The indices of the k largest keys above `floor`: largest first, the lower index first among
   /// equal keys, -1 where no key is left. `keys` has room for n rounded up to a multiple of
   /// kTopBlock, and is overwritten. `block_max` has room for n / kTopBlock + 1.

@@ -7,7 +7,13 @@ namespace {
 #include "cpu/route_simd_body.h"
 }  // namespace
 
-extern const RouteSimd kRouteSimdAvx2 = {
-    load_row, order_row, softmax_row, sigmoid_row, top_row<std::uint32_t>, top_row<std::uint64_t>};
+extern const RouteSimd kRouteSimdAvx2 = {load_row,
+                                         order_row,
+                                         softmax_row,
+                                         sigmoid_row,
+                                         sqrt_softplus_row,
+                                         sqrt_softplus_parts,
+                                         top_row<std::uint32_t>,
+                                         top_row<std::uint64_t>};
 
 }  // namespace sonicmoe::cpu

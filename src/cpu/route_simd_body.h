@@ -75,6 +75,18 @@ inline void sigmoid_row(const float* __restrict x, std::int64_t n, float* __rest
   for (std::int64_t i = 0; i < n; ++i) s[i] = key::sigmoid32(x[i]);
 }
 
+inline void sqrt_softplus_row(const float* __restrict x, std::int64_t n, float* __restrict s) {
+  for (std::int64_t i = 0; i < n; ++i) s[i] = key::sqrt_softplus32(x[i]);
+}
+
+inline void sqrt_softplus_parts(const float* __restrict x, float top, std::int64_t n,
+                                float* __restrict s, float* __restrict slope) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    s[i] = key::sqrt_softplus_part32(x[i], top);
+    slope[i] = key::sqrt_softplus_slope32(x[i]);
+  }
+}
+
 template <class Key>
 inline Key block_top(const Key* keys) {
   Key best = 0;

@@ -428,15 +428,20 @@ constexpr RouterShape kRouterShapes[] = {
 constexpr const char* kLogitsNames[] = {"normal", "few_values", "specials", "empty_rows",
                                         "one_hot"};
 
-// Enumerates score modes, with and without renormalisation, scale, bias and groups.
+// Enumerates score modes, with and without renormalisation, scale, bias and groups. Variants from
+// kSqrtSoftplusVariants on have that score, the ones before the other three.
+constexpr unsigned kSqrtSoftplusVariants = 24;
 RouterCase router_options(const RouterShape& s, unsigned variant) {
+  const bool last = variant >= kSqrtSoftplusVariants;
+  const unsigned rest = last ? variant - kSqrtSoftplusVariants : variant / 3;
   RouterCase r;
   r.options.top_k = s.top_k;
-  r.options.score = static_cast<ScoreMode>(variant % 3);
-  r.options.renormalize = static_cast<std::int32_t>(variant / 3 % 2);
-  r.options.scale = variant / 6 % 2 == 0 ? 1.0 : 2.5;
-  r.bias = r.options.score == ScoreMode::kSigmoid && variant / 6 % 2 == 1;
-  if (variant / 12 % 2 == 1) {
+  r.options.score = last ? ScoreMode::kSqrtSoftplus : static_cast<ScoreMode>(variant % 3);
+  r.options.renormalize = static_cast<std::int32_t>(rest % 2);
+  r.options.scale = rest / 2 % 2 == 0 ? 1.0 : 2.5;
+  const bool biased = last || r.options.score == ScoreMode::kSigmoid;
+  r.bias = biased && rest / 2 % 2 == 1;
+  if (rest / 4 % 2 == 1) {
     r.options.n_group = s.n_group;
     r.options.topk_group = s.topk_group;
   }
@@ -467,7 +472,7 @@ Case router_case(Subject subject, const RouterShape& s, DType dtype, const Route
 void add_routers(Extent extent, std::vector<Case>& cases) {
   constexpr DType kLogitDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
   constexpr std::int64_t kTiles[] = {16, 1, 128, 3};
-  constexpr unsigned kVariants = 24, kFlavours = 5, kModes = 6, kStep = 5;
+  constexpr unsigned kVariants = kSqrtSoftplusVariants + 8, kFlavours = 5, kModes = 6, kStep = 5;
   for (unsigned i = 0; i < std::size(kRouterShapes); ++i) {
     const RouterShape& s = kRouterShapes[i];
     for (unsigned variant = 0; variant < kVariants;

@@ -79,6 +79,7 @@ std::vector<Control> controls_of_the_router() {
   constexpr const char* kUp = "round/up_tile1/t440_e384_k8_options5_one_hot/f16";
   constexpr const char* kNearest = "round/nearest_tile128/t300_e256_k8_options0_few_values/bf16";
   constexpr const char* kScore = "round/score_tile3/t929_e64_k8_options0_empty_rows/bf16";
+  constexpr const char* kSqrtSoftplus = "route/t929_e64_k8_options30_one_hot/bf16";
   constexpr const char* kBalanced = "round/balanced_tile3/t929_e64_k8_options20_specials/f32";
   return {
       {"two chosen experts are in the wrong order", at(kTies, Fault::kUnequal),
@@ -109,6 +110,30 @@ std::vector<Control> controls_of_the_router() {
                                          const Tensor& dlogits) {
            sound.route_backward(o, logits, ids, dweights, dlogits);
            edit(sound.memory, dlogits, swap_middle_rows);
+         };
+         return broken;
+       }},
+      {"sqrt_softplus scores have no square root", at(kSqrtSoftplus, Fault::kInaccurate),
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.route = [sound](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
+                                const Tensor& weights) {
+           sound.route(o, logits, ids, weights);
+           edit(sound.memory, weights, [&](const Tensor& t) {
+             std::vector<double> values = oracle::read(t);
+             for (double& v : values) v *= v / o.scale;
+             oracle::write(t, values);
+           });
+         };
+         return broken;
+       }},
+      {"sqrt_softplus scores have the gradient of sigmoids", at(kSqrtSoftplus, Fault::kInaccurate),
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.route_backward = [sound](RouteOptions o, const Tensor& logits, const Tensor& ids,
+                                         const Tensor& dweights, const Tensor& dlogits) {
+           o.score = ScoreMode::kSigmoid;
+           sound.route_backward(o, logits, ids, dweights, dlogits);
          };
          return broken;
        }},

@@ -82,20 +82,34 @@ void keep_best_groups(const RouteOptions& options, std::vector<double>& values) 
   }
 }
 
-std::vector<float> sigmoids(const std::vector<float>& logits) { return reference::sigmoid(logits); }
+std::vector<float> pointwise_scores(ScoreMode score, const std::vector<float>& logits) {
+  return reference::pointwise_scores(score, logits);
+}
 
-std::vector<double> sigmoids(const std::vector<double>& logits) {
+double sqrt_softplus(double x) {
+  return std::sqrt(std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))));
+}
+
+std::vector<double> pointwise_scores(ScoreMode score, const std::vector<double>& logits) {
   std::vector<double> p(logits.size());
-  std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<double>);
+  std::transform(logits.begin(), logits.end(), p.begin(),
+                 score == ScoreMode::kSigmoid ? sigmoid<double> : sqrt_softplus);
   return p;
 }
 
-// p of the losses: the scores over their sum. For sigmoids it is the softmax of their logarithms,
-// so that very small scores do not underflow.
+double log_score(ScoreMode score, double x) {
+  const double e = std::exp(-std::abs(x));
+  if (score == ScoreMode::kSigmoid) return std::min(x, 0.0) - std::log1p(e);
+  if (score != ScoreMode::kSqrtSoftplus) return x;
+  // Below 0 softplus is e^x times a ratio.
+  const double ratio = reference::log1p_ratio(e);
+  return 0.5 * (x < 0.0 ? x + std::log(ratio) : std::log(x + e * ratio));
+}
+
+// p of the losses: the scores over their sum. It is the softmax of their logarithms, so that very
+// small scores do not underflow.
 std::vector<double> normalized_scores(const RouteOptions& options, std::vector<double> logits) {
-  if (options.score == ScoreMode::kSigmoid) {
-    for (double& v : logits) v = std::min(v, 0.0) - std::log1p(std::exp(-std::abs(v)));
-  }
+  for (double& v : logits) v = log_score(options.score, v);
   return softmax(logits);
 }
 
@@ -104,7 +118,7 @@ template <class Real>
 std::vector<Real> scores(const RouteOptions& options, const std::vector<Real>& logits,
                          const std::int64_t* ids) {
   if (options.score == ScoreMode::kSoftmaxBeforeTopK) return softmax(logits);
-  if (options.score == ScoreMode::kSigmoid) return sigmoids(logits);
+  if (reference::pointwise(options.score)) return pointwise_scores(options.score, logits);
   std::vector<Real> chosen(logits.size(), -std::numeric_limits<Real>::infinity());
   for (std::int64_t k = 0; k < options.top_k; ++k) {
     if (ids[k] >= 0) chosen[ids[k]] = logits[ids[k]];
@@ -118,12 +132,16 @@ std::vector<Real> row_in(const Matrix<double>& logits, std::int64_t t) {
   return {clean.begin(), clean.end()};
 }
 
-// d(scores)/d(logits) of one token.
+// d(scores)/d(logits) of one token with scores p.
 template <class Real>
-std::vector<Real> scores_backward(const RouteOptions& options, const std::vector<Real>& p,
-                                  std::vector<Real> dp) {
-  if (options.score != ScoreMode::kSigmoid) return softmax_backward(p, dp);
-  for (std::size_t e = 0; e < p.size(); ++e) dp[e] *= p[e] * (1 - p[e]);
+std::vector<Real> scores_backward(const RouteOptions& options, const std::vector<Real>& logits,
+                                  const std::vector<Real>& p, std::vector<Real> dp) {
+  if (!reference::pointwise(options.score)) return softmax_backward(p, dp);
+  for (std::size_t e = 0; e < p.size(); ++e) {
+    dp[e] *= p[e] * (options.score == ScoreMode::kSigmoid
+                         ? 1 - p[e]
+                         : reference::pointwise_slope(options.score, logits[e]));
+  }
   return dp;
 }
 
@@ -143,7 +161,7 @@ std::vector<Real> route_row_backward(const RouteOptions& options, const std::vec
   for (std::size_t k = 0; options.renormalize != 0 && k < dweights.size(); ++k) {
     if (ids[k] >= 0) dp[ids[k]] = (dp[ids[k]] - weighted / sum) / sum;
   }
-  return scores_backward(options, p, dp);
+  return scores_backward(options, logits, p, dp);
 }
 
 template <class Real>
@@ -170,8 +188,9 @@ Matrix<double> round_backward_in(const RouteOptions& options, const Matrix<doubl
       if (ids(t, k) >= 0) std::swap(chosen[k], added[ids(t, k)]);
     }
     for (Real& v : added) v *= static_cast<Real>(options.scale);
-    const bool sigmoid = options.score == ScoreMode::kSigmoid;
-    const auto by_added = scores_backward(options, sigmoid ? sigmoids(x) : softmax(x), added);
+    const auto p =
+        reference::pointwise(options.score) ? pointwise_scores(options.score, x) : softmax(x);
+    const auto by_added = scores_backward(options, x, p, added);
     const auto by_chosen = route_row_backward(options, x, ids.row(t), chosen);
     for (std::size_t e = 0; e < x.size(); ++e) {
       dlogits(t, static_cast<std::int64_t>(e)) = by_chosen[e] + by_added[e];
@@ -187,11 +206,12 @@ Routed route(const RouteOptions& options, const Matrix<double>& logits) {
   out.ids = Matrix<std::int64_t>(logits.rows, options.top_k);
   for (std::int64_t t = 0; t < logits.rows; ++t) {
     std::vector<double> values = cleaned(logits.row(t), logits.cols);
-    if (options.score == ScoreMode::kSigmoid) {
+    if (reference::pointwise(options.score)) {
+      const std::vector<double> scores = pointwise_scores(options.score, values);
       for (std::int64_t e = 0; e < logits.cols; ++e) {
         if (values[e] == kNever) continue;
         const Tensor& bias = options.bias;
-        values[e] = sigmoid(values[e]);
+        values[e] = scores[e];
         if (bias.data != nullptr) values[e] += load(bias.data, bias.dtype, element_offset(bias, e));
       }
     }
@@ -274,7 +294,9 @@ Matrix<double> router_losses_backward(const RouteOptions& options, const Matrix<
     const std::vector<double> by_lse = softmax(clean);
     const double dlse = dz * 2.0 * log_sum_exp(clean) / tokens;
     for (std::size_t e = 0; e < p.size(); ++e) {
-      const double slope = options.score == ScoreMode::kSigmoid ? sigmoid(-clean[e]) : 1.0;
+      const double slope = reference::pointwise(options.score)
+                               ? reference::pointwise_slope(options.score, clean[e])
+                               : 1.0;
       dlogits(t, e) = by_p[e] * slope + dlse * by_lse[e];
     }
   }

@@ -1,5 +1,6 @@
 // A second, naive implementation of routing: full sorts, one row at a time. Of the library's code
-// it uses only the fp32 exponential and Philox, whose bits are part of the definition.
+// it uses only Philox and the fp32 exponential and logarithm, whose bits are part of the
+// definition.
 #pragma once
 
 #include <algorithm>
@@ -76,9 +77,45 @@ std::vector<Real> sigmoid(const std::vector<Real>& x) {
   return s;
 }
 
+/// ln(1 + e)/e, for e from 0 to 1.
+template <class Real>
+Real log1p_ratio(Real e) {
+  if constexpr (std::is_same_v<Real, float>) return key::log1p_ratio32(e);
+  return e > 0 ? std::log1p(e) / e : Real{1};
+}
+
+template <class Real>
+std::vector<Real> sqrt_softplus(const std::vector<Real>& x) {
+  std::vector<Real> s;
+  for (const Real v : x) {
+    const Real e = exponential<Real>(-std::abs(v));
+    s.push_back(std::sqrt(std::fma(e, log1p_ratio(e), std::max(v, Real{0}))));
+  }
+  return s;
+}
+
+/// Whether a score depends on the expert's own logit alone.
+inline bool pointwise(ScoreMode score) {
+  return score == ScoreMode::kSigmoid || score == ScoreMode::kSqrtSoftplus;
+}
+
+template <class Real>
+std::vector<Real> pointwise_scores(ScoreMode score, const std::vector<Real>& x) {
+  return score == ScoreMode::kSigmoid ? sigmoid(x) : sqrt_softplus(x);
+}
+
+/// d ln(score) / d logit of a pointwise score.
+template <class Real>
+Real pointwise_slope(ScoreMode score, Real x) {
+  const Real e = exponential<Real>(-std::abs(x));
+  if (score == ScoreMode::kSigmoid) return (x < 0 ? Real{1} : e) / (Real{1} + e);
+  const Real softplus = x < 0 ? log1p_ratio(e) : x + e * log1p_ratio(e);  // over e^x for x < 0
+  return Real{0.5} / ((Real{1} + e) * softplus);
+}
+
 template <class Real>
 std::vector<Real> probabilities(const RouteOptions& options, const std::vector<Real>& x) {
-  return options.score == ScoreMode::kSigmoid ? sigmoid(x) : softmax(x);
+  return pointwise(options.score) ? pointwise_scores(options.score, x) : softmax(x);
 }
 
 template <class Real>
@@ -91,8 +128,8 @@ template <class Real>
 Choice<Real> choose(const RouteOptions& options, const std::vector<Real>& x) {
   const int experts = static_cast<int>(x.size());
   std::vector<Real> value = x;
-  if (options.score == ScoreMode::kSigmoid) {
-    const std::vector<Real> s = sigmoid(x);
+  if (pointwise(options.score)) {
+    const std::vector<Real> s = pointwise_scores(options.score, x);
     for (int e = 0; e < experts; ++e) {
       Real v = s[e];
       if (options.bias.data != nullptr) v += static_cast<const float*>(options.bias.data)[e];
@@ -159,11 +196,15 @@ struct Candidate {
   Real weight;
 };
 
+/// In fixed point: 40 fraction bits, for sqrt_softplus 24 of at most 512.
 template <class Real>
-std::uint64_t mass(const std::vector<Candidate<Real>>& ranked, std::int64_t from, std::int64_t to) {
+std::uint64_t mass(ScoreMode score, const std::vector<Candidate<Real>>& ranked, std::int64_t from,
+                   std::int64_t to) {
   std::uint64_t sum = 0;
   for (std::int64_t i = from; i < to; ++i) {
-    sum += static_cast<std::uint64_t>(std::ldexp(static_cast<double>(ranked[i].p), 40));
+    const auto p = static_cast<double>(ranked[i].p);
+    sum += static_cast<std::uint64_t>(
+        score == ScoreMode::kSqrtSoftplus ? std::ldexp(std::min(p, 512.0), 24) : std::ldexp(p, 40));
   }
   return sum;
 }
@@ -188,7 +229,7 @@ std::int64_t rounded_count(const RoundOptions& o, const std::vector<Candidate<Re
     case RoundingMode::kDown:
       return lo;
     case RoundingMode::kScore:
-      return mass(ranked, f, hi) < mass(ranked, lo, f) ? hi : lo;
+      return mass(o.route.score, ranked, f, hi) < mass(o.route.score, ranked, lo, f) ? hi : lo;
     case RoundingMode::kStochastic: {
       const double u =
           philox4x32_10({{static_cast<std::uint32_t>(expert), 0, 0, 0}}, o.seed).word[0];

@@ -65,11 +65,11 @@ constexpr Shape kShapes[] = {{0, 8, 2, 0, 0},      {1, 1, 1, 0, 0},      {5, 3, 
 RouteOptions options_of(const Shape& s, unsigned variant, const Tensor& bias) {
   RouteOptions o;
   o.top_k = s.top_k;
-  o.score = static_cast<ScoreMode>(variant % 3);
-  o.renormalize = static_cast<std::int32_t>(variant / 3 % 2);
-  o.scale = variant / 6 % 2 == 0 ? 1.0 : 2.5;
-  if (o.score == ScoreMode::kSigmoid && variant / 6 % 2 == 1) o.bias = bias;
-  if (variant / 12 % 2 == 1) {
+  o.score = static_cast<ScoreMode>(variant % 4);
+  o.renormalize = static_cast<std::int32_t>(variant / 4 % 2);
+  o.scale = variant / 8 % 2 == 0 ? 1.0 : 2.5;
+  if (o.score >= ScoreMode::kSigmoid && variant / 8 % 2 == 1) o.bias = bias;
+  if (variant / 16 % 2 == 1) {
     o.n_group = s.n_group;
     o.topk_group = s.topk_group;
   }
@@ -96,10 +96,10 @@ void for_cases(unsigned step, const Body& body) {
   for (const Shape& s : kShapes) {
     for (const DType dtype : kDTypes) {
       for (const Flavour flavour : testing::kFlavours) {
-        for (unsigned variant = 0; variant < 24; variant += 1 + random() % step) {
+        for (unsigned variant = 0; variant < 32; variant += 1 + random() % step) {
           Guarded logits(dtype, s.tokens * s.experts), bias(DType::kF32, s.experts);
           fill_logits(&logits, s.experts, flavour, &random);
-          fill_logits(&bias, s.experts, variant > 18 ? Flavour::kSpecials : Flavour::kNormal,
+          fill_logits(&bias, s.experts, variant > 24 ? Flavour::kSpecials : Flavour::kNormal,
                       &random);
           SCOPED_TRACE(::testing::Message() << "T " << s.tokens << " E " << s.experts << " K "
                                             << s.top_k << " " << dtype_name(dtype) << " flavour "

@@ -131,21 +131,29 @@ TEST_F(CudaRouter, ExpertChoiceEqualsTheCpu) {
   }
 }
 
-constexpr double kSoftmax = 1.0;  // softmax scores instead of sigmoids
+struct ScoreAtHeight {
+  ScoreMode score;
+  double height;  // added to all logits
+};
+constexpr ScoreAtHeight kScoresAtHeights[] = {{ScoreMode::kSoftmaxAfterTopK, 0.0},
+                                              {ScoreMode::kSigmoid, 0.0},
+                                              {ScoreMode::kSigmoid, -30.0},
+                                              {ScoreMode::kSqrtSoftplus, 0.0},
+                                              {ScoreMode::kSqrtSoftplus, -100.0}};
 
 TEST_F(CudaRouter, LossesEqualTheCpu) {
   std::mt19937_64 random(22);
   for (const Shape& s : kShapes) {
     for (const DType dtype : kDTypes) {
       for (const Flavour flavour : testing::kFlavours) {
-        for (const double height : {0.0, -30.0, kSoftmax}) {
+        for (const auto [score, height] : kScoresAtHeights) {
           SCOPED_TRACE(::testing::Message()
                        << "T " << s.tokens << " E " << s.experts << " K " << s.top_k << " "
-                       << dtype_name(dtype) << " flavour " << static_cast<int>(flavour)
-                       << " sigmoids at height " << height);
+                       << dtype_name(dtype) << " flavour " << static_cast<int>(flavour) << " "
+                       << score_mode_name(score) << " at height " << height);
           RouteOptions options;
           options.top_k = s.top_k;
-          if (height != kSoftmax) options.score = ScoreMode::kSigmoid;
+          options.score = score;
           Guarded logits(dtype, s.tokens * s.experts);
           fill_logits(&logits, s.experts, flavour, &random);
           for (std::int64_t i = 0; height < 0.0 && i < logits.count(); ++i) {

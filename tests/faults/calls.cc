@@ -372,7 +372,7 @@ CallPtr refused_call(const LayerSpec& spec) {
 RouterSpec random_router(Random& random) {
   RouterSpec s;
   s.dtype = pick(random, {SMOE_F32, SMOE_BF16, SMOE_F16, SMOE_F64});
-  s.score = static_cast<std::int32_t>(random.between(0, SMOE_SCORE_SIGMOID));
+  s.score = static_cast<std::int32_t>(random.between(0, SMOE_SCORE_SQRT_SOFTPLUS));
   s.mode = static_cast<std::int32_t>(random.between(0, SMOE_ROUND_BALANCED));
   s.renormalize = static_cast<std::int32_t>(random.between(0, 1));
   s.threads = static_cast<std::int32_t>(random.between(1, 5));

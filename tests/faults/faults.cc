@@ -143,7 +143,7 @@ void fixed_layers(Injector& injector) {
 
 void fixed_routers(Injector& injector) {
   for (const std::int32_t dtype : {SMOE_F32, SMOE_F64}) {
-    for (std::int32_t score = 0; score <= SMOE_SCORE_SIGMOID; ++score) {
+    for (std::int32_t score = 0; score <= SMOE_SCORE_SQRT_SOFTPLUS; ++score) {
       RouterSpec s;
       s.dtype = dtype;
       s.score = score;

@@ -27,7 +27,7 @@ struct Router {
     E = r.in(1, 20);
     K = r.in(1, std::min<std::int64_t>(E, 5));
     options.size = sizeof(options);
-    options.score = static_cast<std::int32_t>(r.in(0, 2));
+    options.score = static_cast<std::int32_t>(r.in(0, SMOE_SCORE_SQRT_SOFTPLUS));
     options.top_k = K;
     options.scale = r.percent(30) ? 2.5 : 0.0;
     options.renormalize = static_cast<std::int32_t>(r.in(0, 1));
@@ -45,7 +45,7 @@ struct Router {
   }
 
   void add_bias() {
-    if (options.score != SMOE_SCORE_SIGMOID || w.random.percent(50)) return;
+    if (options.score < SMOE_SCORE_SIGMOID || w.random.percent(50)) return;
     bias = &w.tensor("bias", Access::kRead, SMOE_F32, {E});
     bias->c.tensor.stride[0] = 1;  // as the reference reads it
   }

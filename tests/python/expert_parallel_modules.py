@@ -78,6 +78,7 @@ SCORES = (
     {"score": "softmax_before_topk", "renormalize": True, "scale": 2.5},
     {"score": "sigmoid", "renormalize": True, "n_group": 4, "topk_group": 2},
     {"score": "sigmoid", "selection_bias": True, "shared_experts": 2},
+    {"score": "sqrt_softplus", "renormalize": True, "selection_bias": True},
 )
 
 

@@ -109,7 +109,7 @@ def test_every_activation(device, dtype, activation):
     assert_invariant(Batch(shape, device, dtype, activation), by_ids, counts)
 
 
-@pytest.mark.parametrize("score", ["softmax_before_topk", "sigmoid"])
+@pytest.mark.parametrize("score", ["softmax_before_topk", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_score(device, score):
     shape, counts = SMALL

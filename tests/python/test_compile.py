@@ -45,7 +45,7 @@ def grouped(x, logits, w_up, w_down):
 
 def activated(x, logits, w_up, w_down):
     activation = sonicmoe_cpp.Activation("swiglu_oai", limit=2.0)
-    ids, weights = sonicmoe_cpp.route(logits, K, score="sigmoid", renormalize=True)
+    ids, weights = sonicmoe_cpp.route(logits, K, score="sqrt_softplus", renormalize=True)
     gate, up = w_up.chunk(2, dim=1)
     return sonicmoe_cpp.moe(x, ids, weights, (gate, up), w_down, activation=activation)
 

@@ -59,9 +59,10 @@ def test_route(shape, score, dtype):
     )
 
 
-def test_groups_and_bias():
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_groups_and_bias(score):
     bias = torch.randn(64, generator=torch.Generator().manual_seed(4))
-    options = {"score": "sigmoid", "renormalize": True, "n_group": 8, "topk_group": 3}
+    options = {"score": score, "renormalize": True, "n_group": 8, "topk_group": 3}
 
     def call(logits):
         return sonicmoe_cpp.route(logits, 6, bias=bias.to(logits.device), **options)

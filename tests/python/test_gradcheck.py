@@ -5,9 +5,9 @@ import reference
 import sonicmoe_cpp
 import torch
 from reference import Layer
+from sonicmoe_cpp.routing import SCORES
 from torch.autograd import gradcheck
 
-SCORES = ("softmax_after_topk", "softmax_before_topk", "sigmoid")
 MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
 
 
@@ -73,11 +73,12 @@ def test_route(score, renormalize):
     assert gradcheck(weights, (logits(),))
 
 
-def test_route_with_groups_and_bias():
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_route_with_groups_and_bias(score):
     bias = torch.linspace(-0.3, 0.3, 6)
 
     def weights(values):
-        options = {"score": "sigmoid", "bias": bias, "n_group": 3, "topk_group": 2}
+        options = {"score": score, "bias": bias, "n_group": 3, "topk_group": 2}
         return sonicmoe_cpp.route(values, 2, renormalize=True, **options)[1]
 
     assert gradcheck(weights, (logits(6, 6),))

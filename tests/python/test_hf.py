@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sonicmoe_cpp
 import torch
 import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
@@ -87,8 +88,24 @@ def test_model(architecture, device, dtype):
 @pytest.mark.skipif(
     "deepseek_v4" not in transformers.CONFIG_MAPPING, reason="this transformers has no DeepSeek-V4"
 )
-def test_deepseek_v4_in_fp64():
-    model = hf_models.build("deepseek_v4").double()
+@pytest.mark.parametrize("first", ["moe", "hash_moe"])
+def test_deepseek_v4_in_fp64(first):
+    """hash_moe: a table gives the experts of each token id. route() gives the choice of moe."""
+    model = hf_models.build("deepseek_v4", mlp_layer_types=[first, "moe"]).double()
+    g = torch.Generator().manual_seed(3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), 6, generator=g).topk(buffer.shape[1]).indices)
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=g))
+    router = model.model.layers[1].mlp.gate
+    logits, weights, ids = router(torch.randn(9, router.hidden_dim, generator=g).double())
+    rule = {"score": "sqrt_softplus", "renormalize": True, "scale": router.routed_scaling_factor}
+    bias = router.e_score_correction_bias.float()
+    our_ids, ours = sonicmoe_cpp.route(logits, router.top_k, bias=bias, **rule)
+    order = our_ids.argsort(-1), ids.argsort(-1)
+    assert torch.equal(our_ids.gather(1, order[0]), ids.gather(1, order[1]))
+    torch.testing.assert_close(ours.gather(1, order[0]), weights.gather(1, order[1]))
     assert {plan.activation for plan in hf.supports(model).served.values()} == {
         Activation("swiglu_clamped", limit=0.5)
     }

@@ -5,6 +5,8 @@ import reference
 import sonicmoe_cpp
 import torch
 import torch.nn.functional as F
+from sonicmoe_cpp._names import POINTWISE
+from sonicmoe_cpp.routing import SCORES
 
 
 def test_state_dict_has_plain_names():
@@ -55,22 +57,22 @@ def test_meta_device_and_reset():
     assert (module.b_up == 0).all()
 
 
-@pytest.mark.parametrize("score", ["softmax_after_topk", "softmax_before_topk", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_against_plain_torch(score):
     torch.manual_seed(0)
-    options = {"score": score, "renormalize": score == "sigmoid", "scale": 1.5}
+    options = {"score": score, "renormalize": score in POINTWISE, "scale": 1.5}
     module = sonicmoe_cpp.MoE(6, 2, 16, 8, bias=True, lb_coef=0.1, z_coef=0.01, **options)
     x = torch.randn(3, 11, 16)
     rows = x.reshape(-1, 16)
     logits = rows @ module.router.weight.t()
-    p = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    p = {"sigmoid": logits.sigmoid(), "sqrt_softplus": F.softplus(logits).sqrt()}
+    p = p.get(score, logits.softmax(-1))
     best, ids = logits.topk(2)
     chosen = p.gather(1, ids)
     weights = {
         "softmax_after_topk": best.softmax(-1),
         "softmax_before_topk": chosen,
-        "sigmoid": chosen / chosen.sum(-1, keepdim=True),
-    }[score] * 1.5
+    }.get(score, chosen / chosen.sum(-1, keepdim=True)) * 1.5
     biases = {"b_up": module.b_up, "b_down": module.b_down}
     want = reference.moe(rows, ids, weights, module.w_up, module.w_down, **biases).view_as(x)
     counts = torch.bincount(ids.flatten(), minlength=6)

@@ -19,6 +19,7 @@ E, K, D, N, T = 6, 2, 16, 8, 40
 OPTIONS = {
     "topk": {},
     "sigmoid": {"score": "sigmoid", "renormalize": True},
+    "sqrt_softplus": {"score": "sqrt_softplus", "renormalize": True},
     "token_rounding": {"routing": "token_rounding", "tile": 8},
     "expert_choice": {"routing": "expert_choice"},
     "shared": {"shared_experts": 2},
@@ -49,7 +50,9 @@ def step(module, x):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_nan_of_x_shows_in_its_token_and_in_the_losses(device, options, compiled):
     module, x = make(device, **options)
-    alone = {"topk", "sigmoid", "shared"} & {n for n, o in OPTIONS.items() if o == options}
+    alone = {"topk", "sigmoid", "sqrt_softplus", "shared"} & {
+        n for n, o in OPTIONS.items() if o == options
+    }
     call = module
     if compiled:
         torch._dynamo.reset()
@@ -129,7 +132,7 @@ def test_nothing_waits_for_the_device(device, options):
 
 
 @on_each
-@pytest.mark.parametrize("name", ["topk", "sigmoid", "shared"])
+@pytest.mark.parametrize("name", ["topk", "sigmoid", "sqrt_softplus", "shared"])
 def test_padding_counts_for_nothing(device, name):
     module, x = make(device, dtype=torch.bfloat16, **OPTIONS[name])
     mask = torch.zeros(T, dtype=torch.bool, device=device)
@@ -208,8 +211,9 @@ def test_a_router_of_its_own_dtype(device):
     assert all(p.grad.isfinite().all() for p in module.parameters())
 
 
-def test_a_selection_bias_balances_the_experts():
-    module, x = make(dtype=torch.float32, score="sigmoid", selection_bias=True, lb_coef=0.0)
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_a_selection_bias_balances_the_experts(score):
+    module, x = make(dtype=torch.float32, score=score, selection_bias=True, lb_coef=0.0)
     with torch.no_grad():
         module.router.weight[:2] *= 0.1
         module.router.weight[2:] += 0.5 * x.mean(0)
@@ -256,12 +260,15 @@ def test_expert_choice(device):
 @on_each
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("height", [0.0, -5.0, -20.0, -100.0, 20.0])
-def test_the_balance_loss_divides_sigmoids_by_their_sum(height, padded, device):
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_the_balance_loss_divides_scores_by_their_sum(score, height, padded, device):
     torch.manual_seed(0)
     logits = torch.randn(T, E, dtype=torch.float64)
     ids = torch.arange(T * K).reshape(T, K).remainder(E)  # balanced, not what route() chooses
     padding = torch.arange(T) % 5 == 0 if padded else None
     high = (logits + height).sigmoid()
+    if score == "sqrt_softplus":
+        high = F.softplus(logits + height, threshold=40.0).sqrt()
     p = high / high.sum(-1, keepdim=True)  # DeepSeek-V3, equations 17 to 20
     real = slice(None) if padding is None else ~padding
     counts = ids[real].flatten().bincount(minlength=E)
@@ -269,12 +276,12 @@ def test_the_balance_loss_divides_sigmoids_by_their_sum(height, padded, device):
     if padding is not None:
         ids, padding = ids.masked_fill(padding[:, None], -1), padding.to(device)
     given = (logits + height).float().to(device), ids.to(device)
-    got, *_ = sonicmoe_cpp.router_losses(*given, score="sigmoid", padding=padding)
+    got, *_ = sonicmoe_cpp.router_losses(*given, score=score, padding=padding)
     assert got.item() == pytest.approx(want.item(), rel=1e-5)
 
 
 @on_each
-@pytest.mark.parametrize("score", ["sigmoid", "softmax_before_topk"])
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus", "softmax_before_topk"])
 def test_sequence_wise_balance(score, device):
     """The mean of the sequences' own losses; sequences that are all padding do not count."""
     options = {"score": score, "balance": "sequence", "lb_coef": 1.0, "z_coef": 0.1}

@@ -33,10 +33,12 @@ struct KeptSet {
     toggle(search, side, search.last(m));
   }
   /// The sum of p over the same tokens, in fixed point.
-  static __device__ std::uint64_t mass(const TokenSearch& search, Side side, std::uint64_t last) {
+  __device__ std::uint64_t mass(const TokenSearch& search, Side side, std::uint64_t last) const {
+    const ScoreMode score = x.scores.score;
     std::uint64_t sum = 0;
     search.each([&](std::uint64_t order) {
-      if (order >= last) sum += key::mass(TokenOrder::p(side, order));
+      if (order < last) return;
+      sum += key::score_mass(score, key::score_of_rank(score, TokenOrder::p(side, order)));
     });
     return block_sum<kSearchThreads>(sum);
   }

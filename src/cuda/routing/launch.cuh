@@ -66,7 +66,7 @@ struct RowChoice {
 /// Whether the selection values are the bf16 logits themselves. Then the compared items have 32
 /// bits (item_expert), of which 16 are the logit.
 inline bool selects_by_word(const RouteParams& p) {
-  return p.logits.dtype == DType::kBF16 && p.score != ScoreMode::kSigmoid && p.n_group == 0;
+  return p.logits.dtype == DType::kBF16 && !key::pointwise(p.score) && p.n_group == 0;
 }
 
 template <class Item, class Body>

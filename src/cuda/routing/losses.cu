@@ -52,22 +52,36 @@ __device__ double log_sum(const Softmax& s) {
 template <class R>
 __device__ void loss_probabilities(const RouteParams& p, const R& r, const Softmax& s,
                                    float (&out)[R::kValues]) {
-  if (p.score != ScoreMode::kSigmoid) {
+  if (!key::pointwise(p.score)) {
     r.probabilities(p, s, out);
     return;
   }
   const bool large = s.top > 0.0f;
   float sum = 0.0f;
+  if (p.score == ScoreMode::kSqrtSoftplus) {
 #pragma unroll
-  for (int v = 0; v < R::kValues; v++) {
-    const float sigmoid = key::sigmoid32(large ? r.x[v] : -r.x[v]);
-    out[v] = large ? sigmoid : s(r.x[v]) * sigmoid;
-    sum += out[v];
+    for (int v = 0; v < R::kValues; v++) {
+      out[v] = key::sqrt_softplus_part32(r.x[v], s.top);
+      sum += out[v];
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < R::kValues; v++) {
+      const float sigmoid = key::sigmoid32(large ? r.x[v] : -r.x[v]);
+      out[v] = large ? sigmoid : s(r.x[v]) * sigmoid;
+      sum += out[v];
+    }
   }
   sum = lanes_sum<R::kLanes>(sum);
   const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) out[v] *= factor;
+}
+
+/// d ln(score) / d logit of a pointwise score; 1 for the others.
+__device__ inline float loss_slope(ScoreMode score, float x) {
+  if (score == ScoreMode::kSqrtSoftplus) return key::sqrt_softplus_slope32(x);
+  return score == ScoreMode::kSigmoid ? key::sigmoid32(-x) : 1.0f;
 }
 
 template <class R>
@@ -213,8 +227,7 @@ __global__ void __launch_bounds__(kRowThreads)
   mean = lanes_sum<R::kLanes>(mean);
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) {
-    const float slope = p.score == ScoreMode::kSigmoid ? key::sigmoid32(-r.x[v]) : 1.0f;
-    gradient[v] += probability[v] * (dp[v] - mean) * slope;
+    gradient[v] += probability[v] * (dp[v] - mean) * loss_slope(p.score, r.x[v]);
   }
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }

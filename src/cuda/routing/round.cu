@@ -46,11 +46,11 @@ constexpr std::size_t rank_shared(int n_group) {
   return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, n_group);
 }
 
-/// Updates the best p of the experts that this pass's row did not choose. `exists`: the row is not
-/// past the last one.
+/// Updates the best rank of the experts that this pass's row did not choose. `exists`: the row is
+/// not past the last one.
 template <class R, class Shape, class Item>
 __device__ void keep_best(const RouteParams& p, const TileSmem<R, Shape>& tile, const Item* chosen,
-                          bool exists, const float (&probability)[R::kValues],
+                          bool exists, const float (&rank)[R::kValues],
                           std::uint32_t (&best)[R::kValues / 2]) {
   const std::uint32_t all = exists ? ~0u : 0u;
   std::uint16_t* taken = tile.taken_here();
@@ -63,7 +63,7 @@ __device__ void keep_best(const RouteParams& p, const TileSmem<R, Shape>& tile, 
     const std::uint32_t two[4] = {ones.x, ones.y, ones.z, ones.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const std::uint32_t cuts = two_cuts(probability[v + 2 * i], probability[v + 2 * i + 1]);
+      const std::uint32_t cuts = two_cuts(rank[v + 2 * i], rank[v + 2 * i + 1]);
       best[v / 2 + i] = __vmaxu2(best[v / 2 + i], cuts & ~two[i] & all);
     }
   }
@@ -99,9 +99,9 @@ __device__ void rank_rows(const RouteParams& p, const TileSmem<R, Shape>& tile,
     source.select(p, smem, pass, &mine);
     const Item* chosen = R::template chosen_in<Item>(smem);
     Softmax own{};
-    float probability[R::kValues];
-    source.widened().probabilities(p, chosen, probability, &own);
-    keep_best<R>(p, tile, chosen, row < p.tokens, probability, best);
+    float rank[R::kValues];
+    source.widened().ranks(p, chosen, rank, &own);
+    keep_best<R>(p, tile, chosen, row < p.tokens, rank, best);
     if (R::in_pass(pass)) all = own;
   }
   const std::int64_t row = first + R::slot_row();
@@ -111,7 +111,7 @@ __device__ void rank_rows(const RouteParams& p, const TileSmem<R, Shape>& tile,
   const float divisor = p.renormalize != 0 ? R::divisor(R::raw_score(p, slots, id, x)) : 1.0f;
   if (R::slot() >= p.top_k || row >= p.tokens) return;
   if (R::slot() == 0) softmaxes[row] = {all, slots, divisor};
-  const float own = p.score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
+  const float own = key::rank_of(p.score, score_of(p.score, all, x));
   if (id >= 0) tile.choose(in_block + R::slot_row(), id, own);
 }
 
@@ -215,12 +215,12 @@ __device__ std::int64_t round_by_score(const KeptSet& t, const RoundBounds& b) {
   std::uint64_t lost = 0;
   {
     const TokenSearch search(t.x, Side::kChosen, less, &t.smem->search);
-    lost = KeptSet::mass(search, Side::kChosen, search.last(less));
+    lost = t.mass(search, Side::kChosen, search.last(less));
   }
   {
     const TokenSearch search(t.x, Side::kOthers, more, &t.smem->search);
     const std::uint64_t last = search.last(more);
-    const std::uint64_t gained = KeptSet::mass(search, Side::kOthers, last);
+    const std::uint64_t gained = t.mass(search, Side::kOthers, last);
     if (score_count(b, gained, lost) == b.hi) {
       t.toggle(search, Side::kOthers, last);
       return b.hi;

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int id = item_expert(mine);
   const float x = logit_at(p.logits, token, id);
   const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
-  const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dpairs[id]);
+  const SlotGradient through = slot_gradient<R>(p, id, x, raw, id < 0 ? 0.0f : dpairs[id]);
 
   float dp[R::kValues];
   float gradient[R::kValues];
@@ -78,10 +78,18 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) mean += dp[v] * probability[v];
   mean = lanes_sum<R::kLanes>(mean) + through.mean;
+  if (p.score == ScoreMode::kSqrtSoftplus) {
 #pragma unroll
-  for (int v = 0; v < R::kValues; v++) {
-    gradient[v] += p.score == ScoreMode::kSigmoid ? dp[v] * probability[v] * (1.0f - probability[v])
-                                                  : probability[v] * (dp[v] - mean);
+    for (int v = 0; v < R::kValues; v++) {
+      gradient[v] += dp[v] * (probability[v] * key::sqrt_softplus_slope32(r.x[v]));
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < R::kValues; v++) {
+      gradient[v] += p.score == ScoreMode::kSigmoid
+                         ? dp[v] * probability[v] * (1.0f - probability[v])
+                         : probability[v] * (dp[v] - mean);
+    }
   }
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }

@@ -13,7 +13,8 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kGroupTokens = 16;
 inline constexpr int kTileGroups = kTileTokens / kGroupTokens;
 
-/// The cut of p: the upper 16 of its 32 bits. The first two are 0, because p is at most 1.
+/// The cut of a rank p (key::rank_of): the upper 16 of its 32 bits. The first two are 0, because it
+/// is at most 1.
 inline constexpr int kCutBits = 14;
 __device__ inline unsigned cut_of(float p) { return key::bits_of(p) >> 16; }
 __device__ inline std::uint32_t two_cuts(float first, float second) {
@@ -39,7 +40,7 @@ struct alignas(32) TokenSoftmaxes {
   float divisor;  ///< of renormalisation
 };
 
-/// p and weights of pairs, bit for bit as the ranking computed them.
+/// Ranks and weights of pairs, bit for bit as the ranking computed them.
 struct PairScores {
   LogitsView logits;
   const TokenSoftmaxes* softmaxes;  // (T)
@@ -47,10 +48,10 @@ struct PairScores {
   std::int32_t renormalize;
   float scale;
 
-  __device__ float p(int token, int expert) const {
+  /// key::rank_of the pair's p.
+  __device__ float rank(int token, int expert) const {
     const Softmax all = softmaxes[token].all;
-    const float x = logit_at(logits, token, expert);
-    return score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
+    return key::rank_of(score, score_of(score, all, logit_at(logits, token, expert)));
   }
   /// The weight of a pair that top-k chose, or of a pair that rounding added.
   __device__ float weight(int token, int expert, bool chosen) const {
@@ -58,7 +59,7 @@ struct PairScores {
     const float x = logit_at(logits, token, expert);
     Softmax softmax = own.all;
     if (chosen) softmax = own.slots;
-    const float raw = score == ScoreMode::kSigmoid ? key::sigmoid32(x) : softmax(x);
+    const float raw = score_of(score, softmax, x);
     const float normalized = chosen && renormalize != 0 ? key::div32(raw, own.divisor) : raw;
     return key::mul32(normalized, scale);
   }

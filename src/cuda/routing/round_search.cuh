@@ -13,9 +13,9 @@ inline constexpr int kSearchThreads = 512;  // two blocks fit one multiprocessor
 /// it chose, from the worst p on.
 enum class Side { kOthers, kChosen };
 
-/// A token's key in the order of a side; larger keys come first. The key is p, then the inverted
-/// token number (the lower token first); for chosen tokens all bits are inverted. No two keys are
-/// equal.
+/// A token's key in the order of a side; larger keys come first. The key is p (key::rank_of), then
+/// the inverted token number (the lower token first); for chosen tokens all bits are inverted. No
+/// two keys are equal.
 struct TokenOrder {
   static constexpr int kTokenBits = 31;
   static constexpr int kBits = kTokenBits + 30;  // p is at most 1
@@ -203,7 +203,7 @@ class TokenSearch {
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {
         wanted[i] = wanted[i] && x_.is_chosen(token[i]) == (side_ == Side::kChosen);
-        p[i] = x_.scores.p(token[i], x_.expert);
+        p[i] = x_.scores.rank(token[i], x_.expert);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowThreads, resident_blocks(16, kRowThreads))
              p.experts);
   const float x = logit_at(p.logits, token, id);
   const float raw = R::raw_score(p, R::score_softmax(p, Softmax{}, x), id, x);
-  const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dweight);
+  const SlotGradient through = slot_gradient<R>(p, id, x, raw, id < 0 ? 0.0f : dweight);
   // Two slots may name one expert: the first of them stores the sum.
   float sum = 0.0f;
   bool mine = id >= 0 && row < p.tokens;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const float x = logit_at(p.logits, token, id);
   const float raw = R::raw_score(p, all, id, x);
   const float dweight = id < 0 ? 0.0f : dweights.weight(dweights.offset(token, R::slot()));
-  const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
+  const SlotGradient through = slot_gradient<R>(p, id, x, raw, dweight);
   float gradient[R::kValues];
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) gradient[v] = -through.mean * all(r.x[v]);

@@ -144,31 +144,38 @@ struct Row {
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
-  /// p of every expert of this lane, and the softmax (unused for sigmoid routing). `chosen` has the
-  /// chosen items of the row, best first. Items of 32 bits contain the bf16 logits, so the first
-  /// one has the largest logit of the row.
+  /// The rank (key::rank_of) of every expert of this lane, and the softmax (unused for pointwise
+  /// scores). `chosen` has the chosen items of the row, best first. Items of 32 bits contain the
+  /// bf16 logits, so the first one has the largest logit of the row.
   template <class Item>
-  __device__ void probabilities(const RouteParams& p, const Item* chosen, float* out,
-                                Softmax* own) const {
+  __device__ void ranks(const RouteParams& p, const Item* chosen, float* out, Softmax* own) const {
     float e[kValues];
     *own = {0.0f, 1.0f};
     if constexpr (sizeof(Item) == 4) {
       *own = softmax(item_logit(chosen[0]), e);
-    } else if (p.score != ScoreMode::kSigmoid) {
+    } else if (key::pointwise(p.score)) {
+      pointwise_scores(p.score, out);
+#pragma unroll
+      for (int v = 0; v < kValues; v++) out[v] = key::rank_of(p.score, out[v]);
+      return;
+    } else {
       *own = softmax(e);
     }
-    const bool sigmoid = sizeof(Item) != 4 && p.score == ScoreMode::kSigmoid;
 #pragma unroll
-    for (int v = 0; v < kValues; v++) {
-      out[v] = sigmoid ? key::sigmoid32(x[v]) : key::mul32(e[v], own->inverse);
-    }
+    for (int v = 0; v < kValues; v++) out[v] = key::mul32(e[v], own->inverse);
   }
-  /// p of every expert of this lane: softmax, or the sigmoid for sigmoid routing.
+  /// p of every expert of this lane: softmax, or the pointwise score.
   __device__ void probabilities(const RouteParams& p, const Softmax& s, float* out) const {
-#pragma unroll
-    for (int v = 0; v < kValues; v++) {
-      out[v] = p.score == ScoreMode::kSigmoid ? key::sigmoid32(x[v]) : s(x[v]);
+    if (key::pointwise(p.score)) {
+      pointwise_scores(p.score, out);
+      return;
     }
+#pragma unroll
+    for (int v = 0; v < kValues; v++) out[v] = s(x[v]);
+  }
+  __device__ void pointwise_scores(ScoreMode score, float* out) const {
+#pragma unroll
+    for (int v = 0; v < kValues; v++) out[v] = key::pointwise_score(score, x[v]);
   }
 
   /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `smem`
@@ -178,12 +185,12 @@ struct Row {
     float value[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v++) value[v] = x[v];
-    if (p.score == ScoreMode::kSigmoid) {
+    if (key::pointwise(p.score)) {
 #pragma unroll
       for (int v = 0; v < kValues; v++) {
         const int e = first() + v;
         const float bias = p.bias != nullptr && e < p.experts ? p.bias[e * p.bias_stride] : 0.0f;
-        value[v] = key::biased(x[v], key::sigmoid32(x[v]), bias);
+        value[v] = key::biased(x[v], key::pointwise_score(p.score, x[v]), bias);
       }
     }
     if (p.n_group > 0) keep_best_groups(p, smem, value);
@@ -218,7 +225,7 @@ struct Row {
   }
   /// Score of a slot before renormalisation and scale; 0 for an empty one.
   static __device__ float raw_score(const RouteParams& p, const Softmax& s, int id, float slot_x) {
-    const float score = p.score == ScoreMode::kSigmoid ? key::sigmoid32(slot_x) : s(slot_x);
+    const float score = score_of(p.score, s, slot_x);
     return id < 0 ? 0.0f : score;
   }
 
@@ -445,9 +452,10 @@ struct SlotGradient {
   float mean;
 };
 
-/// Computes the gradient of a slot's logit from the gradient of the slot's weight.
+/// Computes the gradient of a slot's logit x from the gradient of the slot's weight.
 template <class R>
-__device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, float dweight) {
+__device__ SlotGradient slot_gradient(const RouteParams& p, int id, float x, float raw,
+                                      float dweight) {
   float d = id < 0 ? 0.0f : dweight * p.scale;
   if (p.renormalize != 0) {
     const float sum = R::slots_sum(raw) + 1e-20f;
@@ -456,6 +464,7 @@ __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, f
   if (id < 0) d = 0.0f;
   const float mean = R::slots_sum(d * raw);
   if (p.score == ScoreMode::kSigmoid) d *= 1.0f - raw;
+  if (p.score == ScoreMode::kSqrtSoftplus) raw *= key::sqrt_softplus_slope32(x);  // d may be tiny
   if (p.score == ScoreMode::kSoftmaxAfterTopK) d -= mean;
   return {id < 0 ? 0.0f : raw * d, p.score == ScoreMode::kSoftmaxBeforeTopK ? mean : 0.0f};
 }

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "core/selection_key.h"
+#include "core/score.h"
 #include "sonicmoe/routing.h"
 
 namespace sonicmoe::cuda {
@@ -171,5 +171,10 @@ struct Softmax {
     return inverse == 0.0f ? 0.0f : key::mul32(key::exp32(x - top), inverse);
   }
 };
+
+/// The score of a logit; `s` is the softmax of other modes than the pointwise ones.
+__device__ inline float score_of(ScoreMode score, const Softmax& s, float x) {
+  return key::pointwise(score) ? key::pointwise_score(score, x) : s(x);
+}
 
 }  // namespace sonicmoe::cuda
