@@ -58,7 +58,7 @@ GROUPS = (
     Group(HARNESS, "pairs"),
     Group(HARNESS, "route"),
     Group(HARNESS, "round"),
-    Group("CudaPacked.EveryCode*"),
+    Group("CudaPacked.EveryCode*:Each/CudaPackedLayer.HasTheBits*"),
     # Without racecheck, which takes minutes for these tests; the groups above run the same kernels
     # under racecheck.
     Group("CudaMetadata*", tools=WITHOUT_RACECHECK),
