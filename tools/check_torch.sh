@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 
 readonly OLDEST=2.10.0 NEWEST=2.14.1
 readonly WHEEL=(--platform macosx_11_0_arm64 --python-version 3.11 --only-binary=:all:)
-readonly TESTS=(tests/python/test_{ops,errors,gradcheck,equality,module,lora,saved_tensors,fp8}.py)
+readonly TESTS=(tests/python/layer/test_{ops,errors,gradcheck,equality,module,lora,saved_tensors,fp8}.py)
 
 fetch_headers() { # FOLDER
   local download

@@ -1,5 +1,5 @@
 """The shapes of the operators' results, as fake implementations that torch traces with. The
-formulas are those of the library; tests/python/test_ops.py and test_fp8.py compare them."""
+formulas are those of the library; tests/python/layer/test_ops.py and test_fp8.py compare them."""
 
 from __future__ import annotations
 

@@ -2,10 +2,14 @@
 Fills fresh memory, so that a test sees memory that was never written."""
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import sonicmoe_cpp
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # what tests of several folders share
 
 
 @functools.cache

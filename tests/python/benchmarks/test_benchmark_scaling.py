@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 TRAINING = ["--model=debug", "--tokens=256", "--sequence=64", "--steps=16", "--policy=none"]
 TRAINING += ["--settle=0", "--warm-up=5"]
 
 
 @pytest.fixture
-def scaling(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("this copy has no benchmarks/")
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def scaling():
     import scaling
     from pages import scaling as page
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPT = EXAMPLES / "train_lm.py"
 sys.path.insert(0, str(EXAMPLES))
 

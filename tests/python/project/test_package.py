@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 from sonicmoe_cpp import _library
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # The newest symbols that manylinux_2_34 allows: those of RHEL 9.
 NEWEST = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
 # With the kernels for four architectures a wheel has 7.4 MiB.

@@ -364,7 +364,7 @@ def test_models_have_the_size_of_their_names():
     models = pytest.importorskip(models, exc_type=ImportError)
     from sonicmoe_cpp.integrations.torchtitan.sizes import SIZES
 
-    shapes = (Path(__file__).parents[2] / "src/core/named_shapes.inc").read_text()
+    shapes = (Path(__file__).parents[3] / "src/core/named_shapes.inc").read_text()
     named = dict(re.findall(r'\{"([^"]+)", \{([\d, ]+)\}\}', shapes))
     for name, size in SIZES.items():
         with torch.device("meta"):

@@ -341,7 +341,7 @@ def test_limits():
 
 def test_faults_are_known_by_their_sentence():
     """The library's own sentence, which exchange_fake.py repeats."""
-    source = Path(__file__).resolve().parents[2] / "src/cuda/exchange/exchange.cc"
+    source = Path(__file__).resolve().parents[3] / "src/cuda/exchange/exchange.cc"
     if not source.is_file():
         pytest.skip("this copy has no src/")
     pieces = re.findall(r'"([^"]*)"', source.read_text())

@@ -63,7 +63,7 @@ class Folder:
 
         text, assets = path / "text", str(path / "assets")
         text.mkdir()
-        shutil.copy(HERE.parent.parent / "LICENSE", text)
+        shutil.copy(HERE.parents[2] / "LICENSE", text)
         self.tokens = str(path / "tokens.npy")
         tokens.write(str(text), "*", assets, self.tokens, train_vocab=512)
         self.common = ["--hf-assets-path", assets, "--dataloader.dataset-path", self.tokens]

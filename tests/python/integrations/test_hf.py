@@ -182,7 +182,7 @@ def rows_of(table):
 
 def test_the_table_of_architectures_is_what_running_them_gives():
     """With another release than the table's, its architectures must be in the same rows."""
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
     version = MADE_WITH.search(page).group(1)
     found = hf_architectures.table()
     if transformers.__version__ == version:

@@ -1,7 +1,7 @@
 """Runs the experts of every architecture of transformers that has some, to see which this library
 serves.
 
-python tests/python/hf_architectures.py prints the table of docs/huggingface.md.
+python tests/python/integrations/hf_architectures.py prints the table of docs/huggingface.md.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The public names of sonic-moe, with their signatures, read from its sources without importing it.
 
-python tests/python/sonicmoe_names.py RELEASE SOURCE [RELEASE SOURCE ...] > sonicmoe_names.json
+python tests/python/integrations/sonicmoe_names.py RELEASE SOURCE [RELEASE SOURCE ...] > FILE
 
 SOURCE is a wheel, or a folder that holds the package sonicmoe.
 """

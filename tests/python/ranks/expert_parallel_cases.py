@@ -1,6 +1,6 @@
 """Cases of expert parallelism that every rank of a world runs together, against one process.
 
-    torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py [PART OF A NAME]
+    torchrun --nproc-per-node 2 tests/python/ranks/expert_parallel_cases.py [PART OF A NAME]
         [--device cpu|cuda] [--transport auto|all_to_all|peer] [--max-tokens T] [--capacity C]
 
 runs them over NCCL where CUDA can be used, else over gloo. Every rank computes the one process's
@@ -17,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import expert_parallel_compiled as expert_parallel_compiled
 import expert_parallel_fp8 as expert_parallel_fp8

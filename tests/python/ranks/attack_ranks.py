@@ -3,8 +3,8 @@ stopped, interrupted, late, raises, never begins, or does something else than th
 ranks must end soon, by a sentence that names it. Without an attack the results are those of one
 process.
 
-    python tests/python/attack_ranks.py --minutes 60 [--seed 7]     over gloo, 2 to 4 ranks
-    timeout -k 5 235 python tests/python/attack_ranks.py --over gpus --count 10 --minutes 2.8
+    python tests/python/ranks/attack_ranks.py --minutes 60 [--seed 7]     over gloo, 2 to 4 ranks
+    timeout -k 5 235 python tests/python/ranks/attack_ranks.py --over gpus --count 10 --minutes 2.8
 
 prints each seed; --seed S --count 1 repeats one of them. "gpus" is peer memory of --ranks GPUs,
 "stand-in" the same on CPUs with exchange_fake.py. timeout also ends the processes that this one has
@@ -26,6 +26,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import exchange_fake
 import sonicmoe_cpp as smoe

@@ -1,8 +1,8 @@
 """Expert parallelism on two GPUs: the cases that gloo runs, over NCCL and over peer memory, and
 ranks that end.
 
-    torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py --transport all_to_all
-    python tests/python/peer_cases.py
+    torchrun --nproc-per-node 2 tests/python/ranks/expert_parallel_cases.py --transport all_to_all
+    python tests/python/ranks/peer_cases.py
 
 run the cases alone.
 """

@@ -2,10 +2,10 @@
 """Expert parallelism over peer memory: all cases against one process, ranks that are killed, stall
 or raise, and a table of what failed.
 
-    python tests/python/peer_cases.py               everything on two GPUs, two to three minutes
-    python tests/python/peer_cases.py --ranks 4     on four GPUs
-    python tests/python/peer_cases.py --smoke       one step of each kind, 20 seconds
-    python tests/python/peer_cases.py graphs pairs  cases whose names contain one of these
+    python tests/python/ranks/peer_cases.py               all on two GPUs, two to three minutes
+    python tests/python/ranks/peer_cases.py --ranks 4     on four GPUs
+    python tests/python/ranks/peer_cases.py --smoke       one step of each kind, 20 seconds
+    python tests/python/ranks/peer_cases.py graphs pairs  cases whose names contain one of these
 
 Each part is a group of processes of its own, so that a part that hangs or breaks costs no other
 one. A case that takes too long ends its part, with the stack of each rank in the report. On CPUs
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 # Before torch: NCCL and torch read them when they start.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

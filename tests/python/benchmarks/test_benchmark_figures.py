@@ -4,15 +4,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("this copy has no benchmarks/")
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def figures():
     import figures
 
     return figures
