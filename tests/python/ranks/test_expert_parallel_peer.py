@@ -17,6 +17,7 @@ import torch.distributed as dist
 import worlds
 from sonicmoe_cpp import _ops
 from sonicmoe_cpp.distributed import (
+    ExpertParallelError,
     ExpertParallelMoE,
     _memory,
     buffers,
@@ -94,7 +95,7 @@ def grows(rank, size, folder):
     second, _ = other(torch.randn(40 - 30 * rank, 24))
     used = []
     of = fake.of
-    fake.of = lambda tensors, number: used.append(number) or of(tensors, number)
+    fake.of = lambda call, number, *rest: used.append(number) or of(call, number, *rest)
     (first.sum() + second.sum()).backward()
     step(layer, 41)
     step(layer, 59)
@@ -367,6 +368,20 @@ def test_buffers_are_aligned_at_equal_offsets():
     for addresses, own in (([1024, 4112], 1024), ([1024, 0], 1024), ([1024, 4096], 8192)):
         with pytest.raises(RuntimeError, match="buffer"):
             _memory.aligned(addresses, own)
+
+
+def keeps_rows_alone(rank, size, folder):
+    """Over peer memory all ranks must keep rows, or none; by all-to-all they may differ."""
+    exchange_fake.install()
+    step(layer_of(transport="all_to_all", keep_rows=rank == 0), 8)
+    with pytest.raises(ExpertParallelError) as caught:
+        layer_of(keep_rows=rank == 0)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_in_keep_rows(tmp_path):
+    for sentence in one(keeps_rows_alone, tmp_path):
+        assert "keep_rows is " in sentence, sentence
 
 
 def cannot_share(rank, size, folder):
