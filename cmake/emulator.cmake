@@ -118,6 +118,9 @@ add_emulated_test(
   Routing 25 "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
 add_emulated_test(Exchange 70 "Exchange.*" "")
 add_emulated_test(ExchangeInC 2 "ExchangeInC.*" "")
+add_emulated_test(ExchangeKept 20 "ExchangeKept.*" "")
+add_emulated_test(ExchangeLowRank 15
+                  "ExchangeHarness.FewLowRankFactors:ExchangeHarness.RejectsFactorsOfAnotherRank" "")
 add_emulated_test(ExchangeRepeats 8 "ExchangeRepeats.OwnRowsAreMultipliedFirst" "")
 add_emulated_test(ExchangeBetweenProcesses 15 "ExchangeProcesses.*" "")
 add_emulated_test(ExchangeOfRanks 70
