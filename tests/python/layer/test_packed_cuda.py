@@ -1,6 +1,7 @@
 """Packed weights on a GPU: large tensors, streams, CUDA graphs, waits, memory. test_packed.py runs
 the bit contract on the GPU too."""
 
+import dataclasses
 import threading
 
 import cuda_support
@@ -164,8 +165,9 @@ def test_cuda_unpacks_a_few_experts_at_a_time(limit, format, order, lora, form):
     for kib in (1, 240, 500):
         limit(kib * 1024)
         assert same_bits(problem.run(form, *weights, **options), expected)
-    wrong = [w.to(dtype=w.dtype) for w in weights]
-    wrong[1] = packed.PackedWeights(**{**vars(wrong[1]), "codes": wrong[1].codes.roll(1, 0)})
+    w_up, w_down = weights
+    rolled = w_down.codes.view(torch.uint8).roll(1, 0).view(w_down.codes.dtype)
+    wrong = w_up, dataclasses.replace(w_down, codes=rolled)  # the next expert's
     assert not same_bits(problem.run(form, *wrong, **options), expected)
 
 
