@@ -41,6 +41,9 @@ READS = (
 # module only the layer itself is a call.
 NOT_NUMBERED = (RESET, MEETING, LOSSES)
 WIDTH = 10
+# During the first collectives of a group CUDA still loads kernels, and loading one can wait for the
+# device: behind a collective that waits for a lost rank the host would wait for ever.
+EARLY = 32
 
 
 def from_host(numbers: list, device: torch.device) -> Tensor:
@@ -233,8 +236,10 @@ class Group:
             raise
 
     def _finish(self, work: dist.Work, device: torch.device, timeout: float) -> None:
-        """Waits for the collective. On CUDA only the stream waits, so NCCL's time limit applies."""
-        if device.type == "cuda":
+        """Waits for the collective. On CUDA only the stream waits, so NCCL's time limit applies; in
+        the first EARLY collectives the host waits, too."""
+        late = self.exchanges > EARLY
+        if device.type == "cuda" and (late or torch.cuda.is_current_stream_capturing()):
             self._complete(work)
         else:
             self._wait(work, device, timeout)
