@@ -330,6 +330,7 @@ Implementation parallel_implementation(const Exec& exec, const Form& form,
   i.name = std::to_string(form.ranks) + " ranks";
   i.memory = whole.memory;
   i.moe_sizes = whole.moe_sizes;
+  i.quantize_weights = whole.quantize_weights;
   i.moe_forward = [layer](const Problem& p, const ForwardArgs& a) { layer->forward(p, a); };
   i.moe_backward = [layer](const Problem& p, const BackwardArgs& a) { layer->backward(p, a); };
   i.serves = [form, serves = whole.serves](const Case& c) {
