@@ -60,6 +60,24 @@ def test_rounding_of_micro_batches_is_that_of_separate_calls(name):
         assert rows.sum() - layer.counts.sum() == added - dropped and added > 0 and dropped > 0
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rounding_to_single_rows_is_topk(name):
+    """With a tile of one row the study's path for rounding computes what its path for top-K does,
+    gradients included: the two differ by rounding alone."""
+    torch.manual_seed(0)
+    model = Model("tiny", name, 300)
+    inputs, targets = torch.randint(300, (2, 4, 64))
+    torch.nn.init.normal_(model.head)
+    found = []
+    for rule in (None, Rule("nearest", 1, 128)):
+        model.zero_grad()
+        loss, layers = model(inputs, targets, rule)
+        (loss + sum(layer.loss for layer in layers)).backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
     place = train.Place(CPU, parts, tmp_path, float("inf"), EAGER)
     job = Job("rounding", "deepseek", "tiny", 0, 6144, 1e-2)
