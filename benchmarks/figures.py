@@ -48,7 +48,14 @@ MADE_BY = {
     "study/study": "examples/rounding_study.py",
     "study/precision": "examples/precision_study.py",
     "h200/precision": "examples/precision_study.py",
+    "study/quality": "examples/quality_study.py",
 }
+
+
+def quality(name):
+    """A table that examples/quality_study.py wrote with its record; not all calls write each."""
+    path = RECORDS / f"study/quality-{name}.md"
+    return lambda _: path.read_text() if path.exists() else "Not measured yet."
 
 
 def written_beside(name):
@@ -77,6 +84,10 @@ TABLES = {
         "host": (layers.host, "h200/host"),
     },
     "docs/demo.md": {"study": (written_beside("study/study"), "study/study")},
+    "docs/rounding-study.md": {
+        "quality-rounding": (quality("rounding"), "study/quality"),
+        "quality-times": (quality("times"), "study/quality"),
+    },
     "docs/fp8.md": {
         "expect": (first_screens.fp8, "h200/fp8"),
         "fp8-layers": (fp8.layers, "h200/fp8"),
@@ -90,6 +101,7 @@ TABLES = {
         "finetune-models": (finetune.models, "h200/finetune"),
         "finetune-layers": (finetune.layers, "h200/finetune"),
         "finetune-packed": (finetune.packed, "h200/finetune"),
+        "quality-finetune": (quality("finetune"), "study/quality"),
     },
     "docs/torchtitan.md": {
         "training": (training.rates, "h100/training"),

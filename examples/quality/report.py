@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Record = dict[str, Any]
+ORIGIN = ("device", "torch", "commit", "date")  # of each record; the report has the newest's
 COLOURS = ("#8095a8", "#c4451c", "#2f7f5f", "#7a4fa3", "#b08a1e", "#3a6fb0")
 
 
@@ -178,9 +179,10 @@ def _gaps(axes, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _curves(axes, rows: list[dict[str, Any]]) -> None:
-    """Loss over the seconds of training, of the first seed."""
+    """Loss over the seconds of training, of the first seed. The last point of a curve is left out:
+    it is the loss of more text."""
     for i, row in enumerate(r for r in rows if r["mode"] in ("topk", "nearest")):
-        curve = row["runs"][0]["curve"][1:]
+        curve = row["runs"][0]["curve"][1:-1]
         label = "top-K" if not row["ratio"] else f"{row['mode']} {row['ratio']}"
         axes.plot(
             [p["seconds"] for p in curve],
@@ -198,7 +200,7 @@ def finetune_plot(records: list[Record]) -> bytes:
     kinds = groups(of(records, "finetune"), lambda s: (s["variant"],))
     for colour, ((variant,), members) in zip(COLOURS, kinds.items(), strict=False):
         for i, record in enumerate(members):
-            curve = record["curve"]
+            curve = record["curve"][:-1]
             axes.plot(
                 [p["step"] for p in curve],
                 [p["loss"] for p in curve],
@@ -228,7 +230,8 @@ def write(out: Path, records: list[Record]) -> None:
     tables."""
     texts = tables(records)
     contents = {name: text.encode() for name, text in texts.items()}
-    contents["quality.json"] = (json.dumps({"runs": records}) + "\n").encode()
+    facts = {key: records[-1][key] for key in ORIGIN} if records else {}
+    contents["quality.json"] = (json.dumps(facts | {"runs": records}) + "\n").encode()
     if "quality-rounding.md" in texts:
         contents["quality-rounding.png"] = rounding_plot(rounding_rows(records))
     if "quality-finetune.md" in texts:
