@@ -224,6 +224,10 @@ TEST(ChecksRouting, LossesRefusals) {
       {[](Losses& l) { l.out.values.dtype = DType::kF64; }, "values is f64, must be f32"},
       {[](Losses& l) { l.out.tokens_per_expert.dtype = DType::kI32; },
        "tokens_per_expert is i32, must be i64"},
+      {[](Losses& l) { l.out.values = l.memory.tensor(DType::kF32, {4, 2}); },
+       "S of values is 4, must divide T = 6"},
+      {[](Losses& l) { l.out.values = l.memory.tensor(DType::kF32, {3, 2}); },
+       "tokens_per_expert has rank 1, must be 2: (S, E)"},
   });
 }
 

@@ -169,6 +169,48 @@ TEST_P(PointwiseLosses, BalancedScoresCostOneAtAnyHeight) {
   }
 }
 
+// Each sequence has the bits of a call of its own, and all E logits of a gradient are written.
+TEST(RouterLosses, SequencesEqualTheirOwnCalls) {
+  constexpr std::int64_t kSequences = 3, kLength = 70, kExperts = 12, kTop = 2;
+  std::mt19937_64 random(43);
+  Guarded logits(DType::kF32, kSequences * kLength * kExperts);
+  fill_logits(&logits, kExperts, Flavour::kNormal, &random);
+  Guarded ids(DType::kI64, kSequences * kLength * kTop);
+  for (std::int64_t i = 0; i < ids.count(); ++i) ids.set(i, static_cast<double>(random() % 12));
+  Guarded values(DType::kF32, kSequences * 2), counts(DType::kI64, kSequences * kExperts);
+  Guarded dvalues(DType::kF32, kSequences * 2), dlogits(DType::kF32, logits.count());
+  for (int i = 0; i < 6; ++i) dvalues.set(i, i - 2.5);
+  RouteOptions o;
+  o.top_k = kTop;
+  o.score = ScoreMode::kSigmoid;
+  const Tensor all = logits.matrix(kSequences * kLength, kExperts);
+  router_losses(o, all, ids.matrix(kSequences * kLength, kTop),
+                {values.matrix(kSequences, 2), counts.matrix(kSequences, kExperts)});
+  router_losses_backward(o, all, counts.matrix(kSequences, kExperts), dvalues.matrix(kSequences, 2),
+                         dlogits.matrix(kSequences * kLength, kExperts));
+  for (std::int64_t s = 0; s < kSequences; ++s) {
+    Guarded x(DType::kF32, kLength * kExperts), own(DType::kI64, kLength * kTop);
+    Guarded value(DType::kF32, 2), count(DType::kI64, kExperts), dvalue(DType::kF32, 2);
+    Guarded dx(DType::kF32, x.count());
+    for (std::int64_t i = 0; i < x.count(); ++i) x.set(i, logits.value(s * x.count() + i));
+    for (std::int64_t i = 0; i < own.count(); ++i) own.set(i, ids.value(s * own.count() + i));
+    for (int i = 0; i < 2; ++i) dvalue.set(i, dvalues.value(2 * s + i));
+    router_losses(o, x.matrix(kLength, kExperts), own.matrix(kLength, kTop),
+                  {value.vector(), count.vector()});
+    router_losses_backward(o, x.matrix(kLength, kExperts), count.vector(), dvalue.vector(),
+                           dx.matrix(kLength, kExperts));
+    const Losses want = plain_losses(o, DType::kF32, &x, &own, kLength, kExperts);
+    EXPECT_NEAR(value.value(0), want.balance, 1e-6 * want.balance);
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(values.value(2 * s + i), value.value(i));
+    for (std::int64_t e = 0; e < kExperts; ++e) {
+      EXPECT_EQ(counts.value(s * kExperts + e), count.value(e));
+    }
+    for (std::int64_t i = 0; i < x.count(); ++i) {
+      ASSERT_EQ(dlogits.value(s * x.count() + i), dx.value(i));
+    }
+  }
+}
+
 TEST(RouterLosses, NoTokensCostNothing) {
   Guarded none(DType::kF32, 0), ids(DType::kI64, 0), values(DType::kF32, 2);
   Guarded counts(DType::kI64, 5);

@@ -364,7 +364,8 @@ SMOE_API smoe_status smoe_expert_choice_backward_in_scratch(
     const smoe_tensor* logits, const smoe_pairs* pairs, const smoe_tensor* dweight,
     const smoe_tensor* dlogits, void* scratch, int64_t scratch_bytes, const smoe_exec* exec);
 
-/* The auxiliary losses, without scratch, for the CPU, and their backward, for every backend. */
+/* The auxiliary losses, without scratch, for the CPU, and their backward, for every backend: of all
+ * tokens, or of S sequences if values is (S, 2) and tokens_per_expert (S, E). */
 SMOE_API smoe_status smoe_router_losses(const smoe_route_options* options,
                                         const smoe_tensor* logits, const smoe_tensor* ids,
                                         const smoe_tensor* values,

@@ -123,6 +123,10 @@ SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pair
 /// losses are 0 if T = 0.
 /// - load_balancing = E * sum_e count_e/(T*K) * mean_t p[t,e]
 /// - z = mean_t logsumexp(logits_t)^2
+///
+/// With values (S, 2) and tokens_per_expert (S, E) they are the losses of each of S sequences of
+/// T/S consecutive tokens, where T and the means are the sequence's. The mean of the first column
+/// is the sequence-wise balance loss of DeepSeek-V3. On CUDA a sequence takes two kernels.
 struct RouterLosses {
   Tensor values{};             ///< (2) fp32 (fp64 for fp64 logits): load_balancing, z
   Tensor tokens_per_expert{};  ///< (E) i64: count_e, before token rounding
@@ -138,8 +142,8 @@ SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logit
 /// The function above without scratch, for the CPU; CUDA needs scratch.
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, const Exec& exec = {});
-/// Backward of router_losses(): dvalues (2), of the dtype of values -> dlogits (T, E) in the
-/// logits' dtype. The counts are constants. Every element of dlogits is written.
+/// Backward of router_losses(): dvalues (2) or (S, 2), of the dtype of values -> dlogits (T, E) in
+/// the logits' dtype. The counts are constants. Every element of dlogits is written.
 SONICMOE_API void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                                          const Tensor& tokens_per_expert, const Tensor& dvalues,
                                          const Tensor& dlogits, const Exec& exec = {});

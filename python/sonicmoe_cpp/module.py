@@ -33,7 +33,7 @@ from .routing import (
     plain_losses,
     route,
     router_losses,
-    sequence_sums,
+    sequence_losses,
     token_round,
 )
 
@@ -481,10 +481,7 @@ class MoE(nn.Module):
         shape of the tokens."""
         if self.balance == "sequence":
             rows = None if padding is None else padding[:, None]
-            sums = sequence_sums(logits, ids, options["score"], rows, shape)
-            sequences, balance, tokens, z = sums
-            counts = counted(ids.flatten(), self.num_experts)
-            return balance / sequences.clamp(min=1), z / tokens.clamp(min=1), counts
+            return sequence_losses(logits, ids, options["score"], rows, shape)
         return router_losses(logits, ids, padding=padding, **options)
 
     def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:

@@ -206,6 +206,15 @@ def sequence_sums(
     return (tokens > 0).sum(), p.shape[1] * (shares * means).sum(), real.sum(), z.sum()
 
 
+def sequence_losses(
+    logits: Tensor, ids: Tensor, score: str, padding: Tensor | None, shape: tuple
+) -> tuple:
+    """(load_balancing, z, tokens_per_expert) of sequence-wise balance; as sequence_sums()."""
+    sequences, balance, tokens, z = sequence_sums(logits, ids, score, padding, shape)
+    counts = counted(ids.flatten(), logits.shape[1])
+    return balance / sequences.clamp(min=1), z / tokens.clamp(min=1), counts
+
+
 def losses_of_sums(shares: Tensor, tokens: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """(load_balancing, z) from the results of loss_sums(). shares (E,): the fraction of all rows
     that each expert has."""
@@ -225,6 +234,7 @@ def router_losses(
     *,
     score: str = "softmax_after_topk",
     padding: Tensor | None = None,
+    sequences: int | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(load_balancing, z, tokens_per_expert) for the ids (T, K) that route(logits, K, ...) gave.
@@ -240,6 +250,9 @@ def router_losses(
     load_balancing: multiply its coefficient (router_aux_loss_coef) by K to use it here.
 
     padding (T,) bool: tokens that are not counted; their ids must be -1.
+    sequences: S sequences of T/S consecutive tokens. load_balancing is then the mean of the
+    sequences' own, as the sequence-wise loss of DeepSeek-V3; a sequence of padding alone does not
+    count.
     """
     _checks.tensor("logits", logits)
     _checks.shape("logits", logits, "(T, E)", (None, None))
@@ -249,13 +262,24 @@ def router_losses(
     arguments = {"renormalize": False, "bias": None, "scale": 1.0, "n_group": None}
     arguments |= {"topk_group": None, "score": score} | options
     packed = _router_options(logits, ids.shape[1], **arguments)
+    if sequences is not None:
+        _checks.integer("sequences", sequences)
+        if sequences < 1 or logits.shape[0] % sequences:
+            raise ValueError(
+                f"sequences is {sequences}, must be a positive divisor of T = {logits.shape[0]}"
+            )
+    if padding is not None:
+        _checks.tensor("padding", padding)
+        _checks.dtype("padding", padding, (torch.bool,))
+        _checks.shape("padding", padding, "(T,)", (logits.shape[0],))
+        padding = padding[:, None]
+    if sequences is not None:
+        shape = (sequences, logits.shape[0] // sequences)
+        return sequence_losses(logits, ids, score, padding, shape)
     if padding is None:
         values, counts = _autograd.call("router_losses", ids, *packed)
         load_balancing, z = values.unbind()
         return load_balancing, z, counts
-    _checks.tensor("padding", padding)
-    _checks.dtype("padding", padding, (torch.bool,))
-    _checks.shape("padding", padding, "(T,)", (logits.shape[0],))
     counts = counted(ids.flatten(), logits.shape[1])
     slots = ((~padding).sum() * ids.shape[1]).clamp(min=1)
-    return *plain_losses(logits, counts / slots, score, padding[:, None]), counts
+    return *plain_losses(logits, counts / slots, score, padding), counts

@@ -68,6 +68,22 @@ Extents logits_extents(const Tensor& logits) {
   return {T, E};
 }
 
+// The shapes of the losses' values and counts: of all tokens, or of S sequences if `values` has
+// rank 2.
+struct LossShapes {
+  Shape values, counts;
+};
+LossShapes loss_shapes(const Tensor& values, const char* name, const Extents& s) {
+  if (values.rank != 2) return {{{"2", 2}}, {s.E}};
+  const Dim S{"S", values.shape[0]};
+  at_least(("S of " + std::string(name)).c_str(), S.size, 1);
+  if (s.T.size % S.size != 0) {
+    refuse("S of " + std::string(name) + " is " + std::to_string(S.size) +
+           ", must divide T = " + std::to_string(s.T.size));
+  }
+  return {{S, {"2", 2}}, {S, s.E}};
+}
+
 DType score_dtype(const Tensor& logits) {
   return logits.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
 }
@@ -184,8 +200,9 @@ void router_losses(const RouteOptions& o, const Tensor& logits, const Tensor& id
   const Extents s = logits_extents(logits);
   route_options(o, s.E.size);
   input(ids, "ids", {s.T, slots(o, s)}, kIndices);
-  output(out.values, "values", {{"2", 2}}, score_dtype(logits));
-  output(out.tokens_per_expert, "tokens_per_expert", {s.E}, DType::kI64);
+  const LossShapes shapes = loss_shapes(out.values, "values", s);
+  output(out.values, "values", shapes.values, score_dtype(logits));
+  output(out.tokens_per_expert, "tokens_per_expert", shapes.counts, DType::kI64);
 }
 
 void router_losses_backward(const RouteOptions& o, const Tensor& logits,
@@ -195,8 +212,9 @@ void router_losses_backward(const RouteOptions& o, const Tensor& logits,
   const Extents s = logits_extents(logits);
   route_options(o, s.E.size);
   slots(o, s);
-  input(tokens_per_expert, "tokens_per_expert", {s.E}, DType::kI64);
-  input(dvalues, "dvalues", {{"2", 2}}, score_dtype(logits));
+  const LossShapes shapes = loss_shapes(dvalues, "dvalues", s);
+  input(tokens_per_expert, "tokens_per_expert", shapes.counts, DType::kI64);
+  input(dvalues, "dvalues", shapes.values, score_dtype(logits));
   output(dlogits, "dlogits", {s.T, s.E}, logits.dtype);
 }
 

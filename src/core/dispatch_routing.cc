@@ -101,6 +101,41 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
   expert_choice_backward(logits, pairs, dweight, dlogits, Buffer{}, exec);
 }
 
+namespace {
+
+/// One of the sequences into which the losses divide the tokens.
+struct Sequence {
+  std::int64_t index, tokens;
+
+  /// Its rows of a (T, ...) tensor.
+  Tensor rows(Tensor t) const {
+    t.data = at(t, index * tokens);
+    t.shape[0] = tokens;
+    return t;
+  }
+  /// Its row of an (S, ...) tensor. A tensor of rank 1 belongs to the only sequence.
+  Tensor entry(const Tensor& t) const {
+    if (t.rank != 2) return t;
+    Tensor row = tensor1(at(t, index), t.dtype, t.shape[1]);
+    row.stride[0] = t.stride[1];
+    return row;
+  }
+
+ private:
+  static void* at(const Tensor& t, std::int64_t row) {
+    return static_cast<char*>(t.data) + row * t.stride[0] * dtype_bytes(t.dtype);
+  }
+};
+
+template <class Body>
+void for_sequences(const Tensor& logits, const Tensor& values, const Body& body) {
+  const std::int64_t sequences = values.rank == 2 ? values.shape[0] : 1;
+  const std::int64_t tokens = logits.shape[0] / sequences;
+  for (std::int64_t i = 0; i < sequences; ++i) body(Sequence{i, tokens});
+}
+
+}  // namespace
+
 std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::int64_t experts,
                                          const Exec& exec) {
   checks::routing_sizes(tokens, experts, exec);
@@ -112,8 +147,11 @@ void router_losses(const RouteOptions& options, const Tensor& logits, const Tens
   checks::router_losses(options, logits, ids, out, exec);
   checks::buffer(scratch, "scratch", losses_scratch(logits.shape[0], logits.shape[1], exec), exec);
   checks::router_losses_overlap(options, logits, ids, out, scratch);
-  serve(exec, "router_losses", &BackendTable::router_losses)(options, logits, ids, out, scratch,
-                                                             exec);
+  const auto losses = serve(exec, "router_losses", &BackendTable::router_losses);
+  for_sequences(logits, out.values, [&](const Sequence& s) {
+    losses(options, s.rows(logits), s.rows(ids),
+           {s.entry(out.values), s.entry(out.tokens_per_expert)}, scratch, exec);
+  });
 }
 
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
@@ -126,8 +164,12 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                             const Tensor& dlogits, const Exec& exec) {
   checks::router_losses_backward(options, logits, tokens_per_expert, dvalues, dlogits, exec);
   checks::router_losses_backward_overlap(options, logits, tokens_per_expert, dvalues, dlogits);
-  serve(exec, "router_losses_backward", &BackendTable::router_losses_backward)(
-      options, logits, tokens_per_expert, dvalues, dlogits, exec);
+  const auto backward =
+      serve(exec, "router_losses_backward", &BackendTable::router_losses_backward);
+  for_sequences(logits, dvalues, [&](const Sequence& s) {
+    backward(options, s.rows(logits), s.entry(tokens_per_expert), s.entry(dvalues), s.rows(dlogits),
+             exec);
+  });
 }
 
 }  // namespace sonicmoe

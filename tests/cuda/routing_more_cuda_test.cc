@@ -207,6 +207,48 @@ TEST_F(CudaRouter, LossesEqualTheCpu) {
   }
 }
 
+// A kernel of one sequence must not write the scratch that the one before still reads.
+TEST_F(CudaRouter, LossesOfSequencesEqualTheCpu) {
+  constexpr std::int64_t kSequences = 3, kTokens = 3 * 70, kExperts = 12;
+  std::mt19937_64 random(24);
+  RouteOptions options;
+  options.top_k = 2;
+  options.score = ScoreMode::kSqrtSoftplus;
+  Guarded logits(DType::kF32, kTokens * kExperts), ids(DType::kI64, kTokens * 2);
+  fill_logits(&logits, kExperts, Flavour::kNormal, &random);
+  for (std::int64_t i = 0; i < ids.count(); ++i) ids.set(i, static_cast<double>(random() % 12));
+  Guarded values(DType::kF32, 6), values2(DType::kF32, 6), dvalues(DType::kF32, 6);
+  Guarded counts(DType::kI64, kSequences * kExperts), counts2(DType::kI64, counts.count());
+  Guarded grad(DType::kF32, logits.count()), grad2(DType::kF32, logits.count());
+  for (int i = 0; i < 6; ++i) dvalues.set(i, 10.0 * i - 25.0);
+  DeviceArray x(bytes_of(logits)), d_ids(bytes_of(ids)), d_values(24), d_dvalues(24);
+  DeviceArray d_counts(bytes_of(counts)), d_grad(bytes_of(grad));
+  DeviceArray scratch(router_losses_scratch_bytes(kTokens, kExperts, exec_));
+  copy(logits, x);
+  copy(ids, d_ids);
+  copy(dvalues, d_dvalues);
+  const Tensor on_device = tensor2(x.data(), DType::kF32, kTokens, kExperts);
+  const Tensor count = tensor2(d_counts.data(), DType::kI64, kSequences, kExperts);
+  router_losses(options, logits.matrix(kTokens, kExperts), ids.matrix(kTokens, 2),
+                {values.matrix(kSequences, 2), counts.matrix(kSequences, kExperts)});
+  router_losses(options, on_device, tensor2(d_ids.data(), DType::kI64, kTokens, 2),
+                {tensor2(d_values.data(), DType::kF32, kSequences, 2), count}, scratch.buffer(),
+                exec_);
+  copy(d_values, values2);
+  copy(d_counts, counts2);
+  expect_same(counts, counts2, "tokens_per_expert");
+  for (int i = 0; i < 6; ++i)
+    EXPECT_NEAR(values.value(i), values2.value(i), 1e-6 * values.value(i));
+  router_losses_backward(options, logits.matrix(kTokens, kExperts),
+                         counts.matrix(kSequences, kExperts), dvalues.matrix(kSequences, 2),
+                         grad.matrix(kTokens, kExperts));
+  router_losses_backward(options, on_device, count,
+                         tensor2(d_dvalues.data(), DType::kF32, kSequences, 2),
+                         tensor2(d_grad.data(), DType::kF32, kTokens, kExperts), exec_);
+  copy(d_grad, grad2);
+  expect_close(grad, grad2, ulp(DType::kF32));
+}
+
 TEST_F(CudaRouter, ScratchIsAskedFor) {
   DeviceArray x(8 * 4 * 4), list(4 * 8 * 4);
   const Tensor logits = tensor2(x.data(), DType::kF32, 8, 4);

@@ -301,6 +301,13 @@ def test_sequence_wise_balance(score, device):
         want = torch.stack([one.load_balancing for one in each]).mean()
         torch.testing.assert_close(aux.load_balancing, want)
         assert torch.equal(aux.tokens_per_expert, sum(one.tokens_per_expert for one in each))
+        if padding is None:  # the function gives the same
+            ids, _ = sonicmoe_cpp.route(aux.logits, K, score=score)
+            found = sonicmoe_cpp.router_losses(aux.logits, ids, score=score, sequences=4)
+            losses = aux.load_balancing, aux.z, aux.tokens_per_expert
+            assert all(map(torch.equal, found, losses))
+            with pytest.raises(ValueError, match="sequences is 3, must be a positive divisor of T"):
+                sonicmoe_cpp.router_losses(aux.logits, ids, score=score, sequences=3)
         weight = module.router.weight
         got, want = (torch.autograd.grad(loss, weight)[0] for loss in (aux.load_balancing, want))
         torch.testing.assert_close(got, want)
