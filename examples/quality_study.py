@@ -161,10 +161,13 @@ def run_studies(argv: list[str]) -> int:
     jobs = plan(own)
     device = choose(own.device).name
     out, folder = Path(own.out), Path(own.text)
-    read_meta(folder)
+    tokens = read_meta(folder)["tokens"]
     claim(out, MARKER)
     path = out / "runs.jsonl"
-    left = missing(jobs, read_records(path), out)
+    records = read_records(path)
+    if any(record["text"] != tokens for record in records):
+        raise UserError(f"{path} has runs on other text than {folder}; choose another --out")
+    left = missing(jobs, records, out)
     gpus = (own.gpus or torch.cuda.device_count()) if device == "cuda" else max(1, own.gpus)
     gpus = max(1, min(gpus, len(left)))
     threads = max(1, len(os.sched_getaffinity(0)) // gpus)

@@ -194,3 +194,11 @@ def test_a_failed_run_leaves_the_others(parts, tmp_path, capsys):
     assert "has 0 tokens of documentation-train" in sentence
     (record,) = map(json.loads, (out / "runs.jsonl").open())
     assert record["name"] == "pretrain-fp8-study-tiny-seed0"
+
+
+def test_runs_on_other_text_are_refused(parts, tmp_path):
+    (tmp_path / quality_study.MARKER).touch()
+    (tmp_path / "runs.jsonl").write_text(json.dumps({"text": {"sources-train": 1}}))
+    given = ["rounding", "--text", str(parts), "--out", str(tmp_path), *TINY, "--ratios", "1"]
+    with pytest.raises(UserError, match="has runs on other text than"):
+        quality_study.run_studies(given)
