@@ -137,7 +137,7 @@ SONICMOE_HD float sqrt_softplus_slope32(float x) {
   const float e = exp32(x < 0.0f ? x : -x);
   const float ratio = log1p_ratio32(e);
   const float softplus = x < 0.0f ? ratio : fma32(e, ratio, x);
-  return div32(0.5f, mul32(add32(1.0f, e), softplus));
+  return div32(0.5f, fma32(e, softplus, softplus));
 }
 
 /// A factor of sqrt_softplus(x), for a row whose largest logit is `top`; it does not underflow if
