@@ -24,11 +24,11 @@ def local(value):
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def pair(world: World, group=None, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
-    """Two modules with equal weights."""
+def pair(world, group=None, limits=None, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
+    """Two modules with equal weights. `limits` replaces those of TRANSPORT."""
     torch.manual_seed(0)
     options = {"precision": "fp8", "device": world.device, "dtype": BF16} | options
-    parallel = ExpertParallelMoE(E, K, D, N, group=group, **options, **TRANSPORT)
+    parallel = ExpertParallelMoE(E, K, D, N, group=group, **options, **TRANSPORT | (limits or {}))
     one = smoe.MoE(E, K, D, N, **options)
     state = parallel.state_dict()
     one.load_state_dict(
