@@ -56,7 +56,15 @@ def packed(record):
 
 
 def models(record):
-    columns = ["model", "weights", "rank", "factors, optimizer", "limit, GiB", "peak, GiB"]
+    columns = [
+        "model",
+        "weights",
+        "rank",
+        "factors, optimizer",
+        "tokens",
+        "limit, GiB",
+        "peak, GiB",
+    ]
     columns += ["tokens/s", "transformers' experts: peak, tokens/s", "over it"]
     rows = []
     for row in record["models"]:
@@ -66,9 +74,12 @@ def models(record):
             rival = f"{beside['peak_gib']}, {beside['tokens_per_s']}"
             times = f"{row['tokens_per_s'] / beside['tokens_per_s']:.2f}"
         kind = f"{row['factors']}, {row['optim']}"
-        cells = [row["model"], row["weights"], row["rank"], kind, row["cap_gib"] or "-"]
+        cells = [row["model"], row["weights"], row["rank"], kind, row["sequence"]]
+        cells.append(row["cap_gib"] or "-")
         rows.append([*cells, row["peak_gib"], row["tokens_per_s"], rival, times])
-    return f"{grid(columns, rows, words=2)}\n\n{source(record)}"
+    later = {row["commit"] for row in record["models"] if "commit" in row}
+    note = f" The rows of {', '.join(sorted(later))} are later." if later else ""
+    return f"{grid(columns, rows, words=2)}\n\n{source(record)}{note}"
 
 
 def sentence(record):
