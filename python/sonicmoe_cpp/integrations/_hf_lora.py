@@ -70,11 +70,17 @@ def _replace(kind: type, name: str, make) -> None:
 
 def _factors_of(wrapper, adapter: str) -> LowRank:
     """PEFT keeps the factors of all experts in two matrices: lora_A (E*r, in), whose rows are
-    ordered by (expert, rank), and lora_B (out, r*E), its columns ordered by (rank, expert)."""
+    ordered by (expert, rank), and lora_B (out, r*E), its columns ordered by (rank, expert). PEFT
+    takes the weights of adopted experts, (E, in, out), for (E, out, in): there lora_A has the
+    layer's B, and lora_B its A."""
     experts = wrapper.num_experts
     a, b = _weight(wrapper.lora_A[adapter]), _weight(wrapper.lora_B[adapter])
     a = a.reshape(experts, -1, a.shape[1])
-    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous()
+    b = b.reshape(b.shape[0], -1, experts)
+    if getattr(wrapper.get_base_layer(), TRANSPOSED, False):
+        a, b = b.permute(2, 1, 0).contiguous(), a.transpose(1, 2).contiguous()
+    else:
+        b = b.permute(2, 0, 1).contiguous()
     return LowRank(a, b, wrapper.scaling[adapter])
 
 
@@ -90,8 +96,6 @@ def _takes_factors(wrapper) -> bool:
     the experts are trained too, PEFT gives them W + B A as their weight."""
     module = wrapper.get_base_layer()
     if not is_experts(module) or wrapper.parameter_name not in (up_name(module), "down_proj"):
-        return False
-    if getattr(module, TRANSPOSED, False):  # PEFT does not know that these are transposed
         return False
     if hasattr(module, "parametrizations") or not is_computed_here(module):
         return False

@@ -204,7 +204,7 @@ def test_a_limited_layer_of_step_is_clamped_after_silu():
 
 
 @pytest.mark.parametrize("name", ["step3p7", "longcat_flash", "llama4", "muse_spark"])
-def test_low_rank_factors(name, capsys):
+def test_low_rank_factors(name, capsys, monkeypatch):
     pytest.importorskip("peft")
     model = build(name).double()
     adapted = hf.add_lora(model, rank=2, alpha=4)
@@ -216,6 +216,8 @@ def test_low_rank_factors(name, capsys):
     found = {}
     for implementation in ("eager", "sonicmoe_cpp"):
         found[implementation] = results(adapted.get_base_model(), implementation)
+        # With the second implementation PEFT may not put W + B A in the place of W.
+        monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", None)
     assert sum("lora_" in key for key in found["eager"]) >= 4
     for key, want in found["eager"].items():
         assert error(found["sonicmoe_cpp"][key], want) < 1e-6, key
