@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kRowThreads)
   r.load(p, token);
   const Softmax s = r.softmax();
   float probability[R::kValues];
-  r.probabilities(p, s, probability);
   float gradient[R::kValues];
   float mean = 0.0f;
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) {
     const int e = R::first() + v;
+    probability[v] = s(r.x[v]);
     gradient[v] = e < p.experts ? dense[token * p.experts + e] : 0.0f;
     mean += gradient[v] * probability[v];
   }
