@@ -439,8 +439,8 @@ def test_operators_check_for_themselves():
             options = [*tail[:position], number, *tail[position + 1 :]]
             with pytest.raises(ValueError, match=f"{name} is {number}, must be from 0 to {last}"):
                 ops.moe_inference(*layer, *options)
-    with pytest.raises(ValueError, match="score is 3, must be from 0 to 2"):
-        ops.route(weights, None, 1, 3, False, 1.0, 0, 0)
+    with pytest.raises(ValueError, match="score is 4, must be from 0 to 3"):
+        ops.route(weights, None, 1, 4, False, 1.0, 0, 0)
     with pytest.raises(ValueError, match="mode is 6, must be from 0 to 5"):
         ops.token_round(weights, None, 1, 0, False, 1.0, 0, 0, torch.tensor(0), 4, 6)
     with pytest.raises(ValueError, match=r"offsets has no elements, must have E \+ 1"):
