@@ -74,17 +74,18 @@ _served: set[tuple] = set()  # calls that refuse_fp8() has tried
 
 def refuse_fp8(call: Call) -> None:
     """Raises, as the layer of one process does, if this device does not serve the call's
-    precision. It tries a call of one expert and no tokens, once for each kind of call: a call that
-    is refused after the ranks have begun to exchange rows would break the group."""
+    precision. A refusal after the ranks have begun to exchange rows would break the group. So a
+    call with one expert and no tokens is tried before, once for each kind of call."""
     if call.fp8 is None or call.fp8.least > 0:  # "auto" takes fp8 only where it is served
+        return
+    tensors = [t for t in (call.tensors.x, *call.tensors[4:]) if t is not None]
+    given = [(t.dtype, t.device, t.shape[1:], t.stride()) for t in tensors]
+    key = (_library.choices(), call.options, call.factors is None, *given)
+    if key in _served:
         return
     x = call.tensors.x[:0]
     experts = [None if t is None else t.detach()[:1] for t in call.tensors[4:]]
     factors = call.factors and [t[:1] if isinstance(t, Tensor) else t for t in call.factors]
-    given = [(t.dtype, t.device, t.shape, t.stride()) for t in (x, *experts) if t is not None]
-    key = (_library.choices(), call.options, call.factors is None, *given)
-    if key in _served:
-        return
     index = torch.empty((0, 1), dtype=torch.int64, device=x.device)
     routing = index, None, index.float()
     options = call.options._replace(form=FORM["ids"])
