@@ -41,8 +41,9 @@ READS = (
 # module only the layer itself is a call.
 NOT_NUMBERED = (RESET, MEETING, LOSSES)
 WIDTH = 10
-# During the first collectives of a group CUDA still loads kernels, and loading one can wait for the
-# device: behind a collective that waits for a lost rank the host would wait for ever.
+# In the first EARLY collectives of a group the host waits, with a time limit. CUDA loads a kernel
+# when it is first called, and then the host may wait for the device without a limit: for ever, if a
+# collective there waits for a lost rank.
 EARLY = 32
 
 
