@@ -115,10 +115,11 @@ void operand(const Problem& problem, const char* name, const PackedWeights& p,
              " experts, must have it for 1 to " + std::to_string(problem.experts) + ", gate as up");
     }
     if (!apart || t.stride[1] < 1 || t.stride[2] < 1 || last >= elements) {
-      refuse(
-          std::string("weights.") + name +
-          " has other strides than a view of a contiguous tensor (E', rows, columns) of packed." +
-          name);
+      std::string strides;
+      for (int i = 0; i < 3; ++i) strides += (i == 0 ? "" : ", ") + std::to_string(t.stride[i]);
+      refuse(std::string("weights.") + name + " has strides (" + strides +
+             "), must have those of a view of a contiguous tensor (E', rows, columns) of packed." +
+             name);
     }
   }
 }

@@ -301,8 +301,8 @@ TEST_P(CudaPackedLayer, RefusesWeightsOfAnotherLayerAndWrongMemory) {
   EXPECT_EQ(layer.refusal({2, 2}, [](PackedLayer&, Weights& w) { w.gate.shape[0] = 1; }),
             "weights.up has memory for 1 experts, must have it for 1 to 5, gate as up");
   EXPECT_EQ(layer.refusal({2, 2}, [](PackedLayer&, Weights& w) { w.down.stride[0] += 8; }),
-            "weights.down has other strides than a view of a contiguous tensor (E', rows, columns) "
-            "of packed.down");
+            "weights.down has strides (12296, 64, 1), must have those of a view of a contiguous "
+            "tensor (E', rows, columns) of packed.down");
   EXPECT_EQ(
       layer.refusal({2, 2}, [](PackedLayer& p, Weights& w) { w.down.data = p.down.codes.data; }),
       "weights.down overlaps codes, must be memory of its own");
