@@ -66,7 +66,9 @@ def open_folder(s: Settings) -> str | None:
     return checkpoint
 
 
-def limit_memory(s: Settings) -> None:
+def prepare_device(s: Settings) -> None:
+    if s.trace and s.device != "cuda":
+        raise UserError("trace needs a GPU; omit it with --device cpu")
     if not s.cap_gib:
         return
     if s.device != "cuda":
@@ -125,6 +127,8 @@ def prepare(s: Settings, report: dict[str, Any]):
         model.offload_embedding(net)
     report["loss_in_chunks"] = use_chunks(net, s.logits)
     net = model.add_factors(net, s)
+    if s.compile:
+        model.compile_parts(net)
     report["trained"] = memory.trained(net)
     print(f"{report['trained']['share']:.2%} of the parameters are trained")
     report["predicted_bytes"] = memory.predict(net.get_base_model(), experts, s)
@@ -133,7 +137,7 @@ def prepare(s: Settings, report: dict[str, Any]):
 
 
 def finetune(s: Settings, stdout: TextIO) -> int:
-    limit_memory(s)
+    prepare_device(s)
     packed.limit_buffers(s.unpack_mib * 2**20 or None)
     checkpoint = open_folder(s)
     out, report = Path(s.out), describe(s)
@@ -158,6 +162,7 @@ def finetune(s: Settings, stdout: TextIO) -> int:
         report |= {
             "tokens_per_s": progress.tokens_per_second(),
             "step_ms": 1e3 * progress.step(),
+            "trace": progress.traced,
             "held_out": {"before": before, "after": after},
             "losses": [entry["loss"] for entry in losses],
         }

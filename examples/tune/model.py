@@ -228,6 +228,16 @@ def load_rows(s: Settings, limit: int) -> tuple[Rows, Rows]:
     return train, measured
 
 
+def compile_parts(model: nn.Module) -> None:
+    """torch.compile of what surrounds the experts: attention with its factors, the norms outside of
+    it, the router. All layers share a few compiled functions."""
+    for path, module in model.named_modules():
+        own = path.rpartition(".")[2]
+        norm = "norm" in own and "attn" not in path
+        if norm or own in ("self_attn", "gate", "router"):
+            module.compile(dynamic=False)
+
+
 def merge(model, folder: Path) -> None:
     """Writes the model with the factors added to its weights, as from_pretrained reads it."""
     model.merge_and_unload().save_pretrained(folder)

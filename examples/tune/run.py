@@ -13,28 +13,38 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import get_last_checkpoint
 
 from tune.memory import peak_bytes
-from tune.settings import Settings
+from tune.settings import WARM, Settings
+from tune.trace import Trace, table
 
-WARM = 2  # first steps, which allocate and compile: not timed
 GIB = 2**30
 
 
 class Progress(TrainerCallback):
-    """Times steps, prints lines, stops after a step on Ctrl-C or a loss that is not finite."""
+    """Times steps, prints lines, stops after a step on Ctrl-C or a loss that is not finite. With
+    --trace the last step is traced instead of timed."""
 
     def __init__(self, s: Settings, stop: StopSignal):
         self.settings, self.stop = s, stop
         self.seconds: list[float] = []  # of each step
         self.failed = 0
+        self.traced: dict = {}  # of trace.attribute()
         self._began = 0.0
+        self._trace: Trace | None = None
 
-    def on_step_begin(self, args, state, control, **others):
+    def on_step_begin(self, args, state, control, model=None, **others):
+        last = state.global_step == state.max_steps - 1
+        if self.settings.trace and last and len(self.seconds) > WARM:
+            self._trace = Trace(model)
         self._began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **others):
         if self.settings.device == "cuda":
             torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._began)
+        if self._trace is None:
+            self.seconds.append(time.perf_counter() - self._began)
+        else:
+            self.traced, self._trace = self._trace.end(), None
+            print(table(self.traced, 1e3 * self.step()), flush=True)
         if self.stop():
             control.should_training_stop = True
             control.should_save = self.settings.save_every > 0
@@ -156,4 +166,5 @@ def beside(model, s: Settings, rows, stop: StopSignal) -> dict:
     except torch.OutOfMemoryError:
         return {"experts": s.beside, "fits": False}
     found = {"experts": s.beside, "fits": True, "peak_bytes": peak_bytes(s.device)}
+    found["trace"] = progress.traced
     return found | {"tokens_per_s": progress.tokens_per_second(), "step_ms": 1e3 * progress.step()}

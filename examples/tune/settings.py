@@ -54,6 +54,7 @@ OWN = "sonicmoe_cpp"
 # Arguments of sonicmoe_cpp.packed.pack() by the name of --weights.
 PACKED = {"nf4": ("nf4", {}), "nf4-nested": ("nf4", {"nested": True}), "mxfp4": ("mxfp4", {})}
 WEIGHTS = ("", *PACKED)
+WARM = 2  # first steps, which allocate and compile: not timed
 
 
 def _option(default: Any, text: str, low: float | None = None, choices: tuple = ()) -> Any:
@@ -85,6 +86,7 @@ class Settings:
     batch: int = _option(1, "sequences of a micro-batch", 1)
     accumulate: int = _option(1, "micro-batches of a step", 1)
     checkpointing: bool = _option(True, "keep only the inputs of layers for backward")
+    compile: bool = _option(False, "torch.compile of attention, norms and router")
     steps: int = _option(100, "optimizer steps", 1)
     lr: float = _option(2e-4, "learning rate after the warm-up; it falls to 0", 0)
     save_every: int = _option(50, "steps between checkpoints; 0: none", 0)
@@ -93,6 +95,7 @@ class Settings:
     offload_embedding: bool = _option(False, "keep the embedding in the memory of the CPU")
     cap_gib: float = _option(0.0, "limit of the GPU's memory for tensors; 0: none", 0)
     beside: str = _option("", "afterwards time these experts of transformers too (grouped_mm)")
+    trace: bool = _option(False, "trace the last step: the GPU's time by part of the model")
     merge: bool = _option(False, "write the merged model to OUT/merged")
     resume: bool = _option(False, "continue from the last checkpoint of OUT")
     json: bool = _option(False, "the report on stdout, all else on stderr")
@@ -108,7 +111,7 @@ class Settings:
 
 
 # What a resumed run may change.
-FREE = {"out", "save_every", "cap_gib", "beside", "merge", "resume", "json"}
+FREE = {"out", "save_every", "cap_gib", "beside", "trace", "merge", "resume", "json"}
 
 
 # Flags that exclude each other, and why.
@@ -138,6 +141,8 @@ def _check(s: Settings) -> Settings:
     for one, other, reason in EITHER:
         if getattr(s, one) and getattr(s, other):
             raise UserError(f"give --{one} or --{other.replace('_', '-')}: {reason}")
+    if s.trace and s.steps < WARM + 2:
+        raise UserError(f"steps is {s.steps}; with --trace it must be at least {WARM + 2}")
     if not s.out:
         raise UserError("out is empty; it must name a folder")
     return s
