@@ -10,9 +10,10 @@ rounding at T_e / tile of 1, 2 and 4, tile 128, with the same seeds and the same
 finetune: the model of docs/fp8.md is trained on sources and then fine-tuned on documentation: all
 weights, the experts, or factors (LoRA) on experts in bf16, NF4 and MXFP4.
 
-Each GPU trains one run at a time. A record is appended to OUT/runs.jsonl after every run, and runs
-that are recorded there are not repeated: the same command continues. Runs that do not fit into
---limit seconds are left out. OUT/quality.json, quality-*.md and quality-*.png show what there is.
+Each GPU trains --per-gpu runs at a time: the host limits one run's steps. A record is appended to
+OUT/runs.jsonl after every run, and runs that are recorded there are not repeated: the same command
+continues. Runs that do not fit into --limit seconds are left out. OUT/quality.json, quality-*.md
+and quality-*.png show what there is.
 Exit codes: 0 done, 1 a run failed, 2 bad input, 3 --limit came before the end, 130 interrupted.
 """
 
@@ -63,6 +64,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tune-lr", type=float, default=2e-4, help="of weights")
     parser.add_argument("--lora-lr", type=float, default=1e-3, help="of factors")
     parser.add_argument("--gpus", type=int, default=0, help="0: all")
+    parser.add_argument("--per-gpu", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--device", default="", help="cuda or cpu")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of this call")
@@ -82,7 +84,8 @@ def options(argv: list[str]) -> argparse.Namespace:
         own.ratios = list(dict.fromkeys(int(r) for r in own.ratios.split(",")))
     except ValueError:
         raise UserError(f"ratios are '{own.ratios}'; they must be integers, as in 1,2,4") from None
-    for name, low, high in (("seeds", 1, 1000), ("gpus", 0, 1024), ("limit", 1, 1e12)):
+    limits = (("seeds", 1, 1000), ("gpus", 0, 1024), ("per_gpu", 1, 64), ("limit", 1, 1e12))
+    for name, low, high in limits:
         if not low <= getattr(own, name) <= high:
             raise UserError(f"{name} is {getattr(own, name)}; it must be from {low} to {high:g}")
     if any(ratio < 1 for ratio in own.ratios):
@@ -169,8 +172,9 @@ def run_studies(argv: list[str]) -> int:
         raise UserError(f"{path} has runs on other text than {folder}; choose another --out")
     left = missing(jobs, records, out)
     gpus = (own.gpus or torch.cuda.device_count()) if device == "cuda" else max(1, own.gpus)
-    gpus = max(1, min(gpus, len(left)))
-    threads = max(1, len(os.sched_getaffinity(0)) // gpus)
+    gpus = max(1, gpus)
+    count = max(1, min(gpus * own.per_gpu, len(left)))
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
     failed = torch.multiprocessing.get_context("spawn").Event()
     task = pool.Task(device, folder, out, began + own.limit, threads, own.eager, failed)
     facts = origin(argparse.Namespace(device=device))
@@ -185,7 +189,7 @@ def run_studies(argv: list[str]) -> int:
             flush=True,
         )
 
-    failures = pool.run(left, [task] * gpus, save) if left else []
+    failures = pool.run(left, [task] * count, gpus, save) if left else []
     records = read_records(path)
     report.write(out, records)
     if failures:

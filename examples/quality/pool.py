@@ -1,4 +1,4 @@
-"""A queue of runs over the GPUs of a machine: one process a GPU, one run at a time in each."""
+"""A queue of runs over the GPUs of a machine: processes with one GPU and one run at a time each."""
 
 import multiprocessing
 import os
@@ -104,15 +104,15 @@ def work(task: Task, jobs: Any, results: Any) -> None:
     results.put((None, None))
 
 
-def start(tasks: list[Task], waiting: Any, results: Any) -> list[Any]:
-    """Starts a process for each task, each of which sees one GPU."""
+def start(tasks: list[Task], gpus: int, waiting: Any, results: Any) -> list[Any]:
+    """Starts a process for each task; each sees one GPU, in turn."""
     context = multiprocessing.get_context("spawn")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(len(tasks))]
+    names = visible.split(",") if visible else [str(i) for i in range(gpus)]
     processes = []
     for i, task in enumerate(tasks):
         if task.device == "cuda":
-            os.environ["CUDA_VISIBLE_DEVICES"] = names[i]
+            os.environ["CUDA_VISIBLE_DEVICES"] = names[i % gpus]
         process = context.Process(target=work, args=(task, waiting, results))
         process.start()
         processes.append(process)
@@ -122,14 +122,14 @@ def start(tasks: list[Task], waiting: Any, results: Any) -> list[Any]:
     return processes
 
 
-def run(jobs: list[Job], tasks: list[Task], save: Callable[[dict], None]) -> list[str]:
-    """Runs the jobs in order, one process for each task; calls save(record) after each run. Returns
-    why runs failed."""
+def run(jobs: list[Job], tasks: list[Task], gpus: int, save: Callable[[dict], None]) -> list[str]:
+    """Runs the jobs in order, one process for each task, on so many GPUs; calls save(record) after
+    each run. Returns why runs failed."""
     context = multiprocessing.get_context("spawn")
     waiting, results = context.Queue(), context.Queue()
     for job in jobs:
         waiting.put(job)
-    processes = start(tasks, waiting, results)
+    processes = start(tasks, gpus, waiting, results)
     failures, working = [], len(processes)
     try:
         while working:

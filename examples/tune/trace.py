@@ -8,7 +8,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
