@@ -195,9 +195,7 @@ class Group:
                     break
                 self._fail(problem)
             if waited > timeout:
-                self._fail(
-                    f"{self.health.absent(self.exchanges, self._place)} within {timeout:g} s"
-                )
+                self._fail(self.health.absent(self.exchanges, self._place, timeout))
         if device.type == "cuda":
             self._complete(work)
 

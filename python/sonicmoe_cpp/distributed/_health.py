@@ -176,16 +176,21 @@ class RankHealth:
             failure = {"rank": self.me, "until": until, "sentence": sentence}
             self._write("failed", failure | {"written": [self.this.host, Process.now()]})
 
-    def _failure(self, moment: int) -> str | None:
+    def _reported(self) -> dict | None:
+        """The failure that another rank has reported last, as failed() has written it."""
         if self.rank_0_holds_store and 0 in self._ended():
             return None
         with contextlib.suppress(RuntimeError):
             found = self._ask(lambda: self._read("failed"))
-            if found is None or not (self._met or self._is_new(*found["written"])):
-                return None
-            if found["until"] >= moment and found["rank"] != self.me:
-                return f"rank {found['rank']} failed: {found['sentence']}"
+            new = found is not None and (self._met or self._is_new(*found["written"]))
+            return found if new and found["rank"] != self.me else None
         return None
+
+    def _failure(self, moment: int) -> str | None:
+        found = self._reported()
+        if found is None or found["until"] < moment:
+            return None
+        return f"rank {found['rank']} failed: {found['sentence']}"
 
     def let_others_read(self) -> None:
         """Called after failed(). If this process serves the store, waits until the other ranks have
@@ -232,16 +237,28 @@ class RankHealth:
         """Whether a rank has made its group. One that raised before did not, and named nothing."""
         return self._met or self.store.check([f"process/{rank}"])
 
-    def absent(self, exchange: int, place: str) -> str:
-        """The ranks that have not come to this exchange, as the beginning of a sentence."""
+    def absent(self, exchange: int, place: str, seconds: float) -> str:
+        """Names the ranks that have not come to this exchange in so many seconds, as a sentence."""
+        within = f"within {seconds:g} s"
         try:
             waits = self._ask(lambda: {r: self._read(f"waits/{r}") for r in self.others()})
         except RuntimeError:
             who = "rank 0" if self.rank_0_holds_store else "a rank"
-            return f"{who} (the store of the process group does not answer) did not come"
+            return f"{who} (the store of the process group does not answer) did not come {within}"
         absent = [rank for rank, waiting in waits.items() if not waiting or waiting[0] != exchange]
         if not absent:
             places = {self.me: place} | {rank: waiting[1] for rank, waiting in waits.items()}
             each = ", ".join(f"rank {rank} in {places[rank]}" for rank in self.ranks)
-            return f"all ranks wait ({each}), but the exchange did not end"
-        return f"{_listed(absent)} did not come"
+            return f"all ranks wait ({each}), but the exchange did not end {within}"
+        return f"{_listed(absent)} did not come {within}{self._failure_of(absent)}"
+
+    def _failure_of(self, absent: list[int]) -> str:
+        """What one of the absent ranks has reported, in an earlier call, too: a kernel of that call
+        may have failed on that rank alone. Its time limit may end a little later than this rank's.
+        """
+        until = time.monotonic() + GRACE
+        while (found := self._reported()) is None or found["rank"] not in absent:
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.05)
+        return f" (rank {found['rank']} failed before: {found['sentence']})"

@@ -149,6 +149,26 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert found[2]["seconds"] < 2 * TIMEOUT + SOON
 
 
+def fails_and_leaves(rank, size, folder):
+    """Rank 2 reports a fault of its kernels in one call, which the others do not see, and does not
+    come to the next one."""
+    layer = module(TIMEOUT)
+    steps(layer, 1)
+    if rank == 2:
+        health = _group.group_of(None).health
+        health.failed(_group.group_of(None).moment_before, "rank 1 did not send its rows")
+        time.sleep(2 * TIMEOUT)
+        return
+    steps(layer, 1)
+
+
+def test_a_rank_that_failed_before_and_does_not_come(tmp_path):
+    sentence = "rank 2 did not come within 5 s (rank 2 failed before: rank 1 did not send its rows)"
+    for each in worlds.run(fails_and_leaves, SIZE, tmp_path)[:2]:
+        assert sentence in each["error"] or "failed: rank 2 did not come" in each["error"], each
+        assert TIMEOUT <= each["seconds"] < SOON
+
+
 def stops(rank, size, folder):
     """Rank 0, whose process holds the store of the process group, is stopped until the other ranks
     have ended, at most a minute; then it is killed."""
