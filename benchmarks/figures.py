@@ -105,6 +105,7 @@ TABLES = {
     },
     "docs/torchtitan.md": {
         "training": (training.rates, "h100/training"),
+        "training-four": (training.rates, "h200/training"),
         "training-where": (training.where, "h100/training"),
         "training-curves": (training.curves, "h100/training_curves"),
     },

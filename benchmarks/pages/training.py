@@ -1,4 +1,4 @@
-"""Training beside torchtitan on H100: the tables and plots of docs/torchtitan.md."""
+"""Training beside torchtitan: the tables and plots of docs/torchtitan.md."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def order(row):
 
 
 def rows(record):
-    """The rows that have both kinds of experts."""
-    complete = [r for r in record["rows"] if all(r.get(kind) for kind in NAMES)]
-    return sorted(complete, key=order)
+    """The rows that have this library's experts."""
+    return sorted((row for row in record["rows"] if row.get("ours")), key=order)
 
 
 def runs(row):
     """The runs of a row as (kind of experts, run, whether it is the fastest)."""
-    found = [(kind, row[kind], True) for kind in NAMES]
+    found = [(kind, row[kind], True) for kind in NAMES if row.get(kind)]
     found += [(run["experts"], run, False) for run in row["others"]]
     return sorted(found, key=lambda item: list(NAMES).index(item[0]))
 
@@ -66,7 +65,7 @@ def load(row, run):
 
 def over_torchtitan(row, run):
     """How many times as fast as torchtitan's experts; a ratio of one machine only."""
-    if "machine" in run:
+    if "machine" in run or not row.get("titan"):
         return "-"
     return f"{run['tokens_per_s'] / row['titan']['tokens_per_s']:.2f}"
 
