@@ -40,7 +40,20 @@ inline std::string listed(std::initializer_list<std::string> parts) {
   return list;
 }
 
-#define SONICMOE_MEMBER(type, name) type name{};
+/// An argument before it is taken off torch's stack.
+template <class T>
+T unset() {
+  return {};
+}
+/// Copies one undefined tensor: the default constructor allocates another one each time. It is
+/// never freed, because torch may be gone when this library is unloaded.
+template <>
+inline Array unset<Array>() {
+  static const Array& undefined = *new Array;
+  return undefined;
+}
+
+#define SONICMOE_MEMBER(type, name) type name = unset<type>();
 #define SONICMOE_FIELD(type, name) std::tie(name),
 #define SONICMOE_SCHEMA(type, name) std::string(kSchemaType<type>) + " " #name,
 #define SONICMOE_ARGUMENTS(LIST)                                                \

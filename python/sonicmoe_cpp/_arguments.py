@@ -153,7 +153,8 @@ def call_of(
     gate_layout). This function runs in every call, so the work that depends only on dtypes, devices
     and shapes is in _plan(), whose results are cached."""
     names = _FORMS[form].names
-    _checks.tensor(names[0], x)
+    if type(x) is not Tensor:
+        _checks.tensor(names[0], x)
     w_up, *others = experts
     gate_up = (None, w_up) if isinstance(w_up, Tensor) else gate_and_up("w_up", w_up)
     experts = (*gate_up, *others)

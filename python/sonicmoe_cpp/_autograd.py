@@ -153,17 +153,15 @@ def recorded(
     """`kernel`, which returns the outputs, with its derivative. `around` may replace the backward
     of the Function by one that calls it."""
     places = _Places(d)
-    others = tuple(argument for argument in d.inputs if argument not in d.gradients)
-    # The Function takes the arguments that have a gradient, and one tuple with the others: each
+    # The Function takes the arguments that have a gradient, and then all of them as one tuple: each
     # argument and output of a Function costs host time.
-    of_gradients, of_others = _picker(d.inputs, d.gradients), _picker(d.inputs, others)
-    together = _picker((*d.gradients, *others), d.inputs)
+    of_gradients = _picker(d.inputs, d.gradients)
     # Names of this function are faster to read than attributes.
     always, returns_all, end = d.always, d.returned is None, places.outputs_end
     saved_of, rest_of = places.saved, places.rest
 
     def forward(ctx, *arguments):
-        inputs = together((*arguments[:-1], *arguments[-1]))
+        inputs = arguments[-1]
         outputs = kernel(*inputs)
         values = (*inputs, *outputs)
         ctx.set_materialize_grads(always)
@@ -192,7 +190,7 @@ def recorded(
     apply = _function(name, forward, around(backward))
 
     def run(*inputs):
-        return apply(*of_gradients(inputs), of_others(inputs))
+        return apply(*of_gradients(inputs), inputs)
 
     return run
 
@@ -315,7 +313,7 @@ def call(name: str, *arguments):
 def layer(call: Call, fp8_weights: Tensor | None = None) -> Tensor:
     """The output of the layer. If autograd records the call, it keeps the tensors that backward
     needs."""
-    tensors, options, main_gradients, *_ = call
+    tensors, options, main_gradients = call[:3]
     refuse_transforms("moe_forward", tensors)
     if not records(tensors):
         return _ops.run("moe_inference", *tensors, *options, fp8_weights)

@@ -75,10 +75,10 @@ def keys(names: tuple, values: tuple) -> tuple:
     Facts. None stays None; any other value is refused."""
     found = []
     for value in values:
-        if isinstance(value, Tensor):
-            found.append((value.dtype, value.device, value.shape))
-        elif value is None:
+        if value is None:  # first: isinstance() takes long for what is no Tensor
             found.append(None)
+        elif isinstance(value, Tensor):
+            found.append((value.dtype, value.device, value.shape))
         else:
             tensor(names[len(found)], value)
     return tuple(found)

@@ -85,7 +85,7 @@ def records(arguments: tuple) -> bool:
     """Whether autograd must record a call with these arguments."""
     if torch.is_grad_enabled():
         for a in arguments:
-            if isinstance(a, Tensor) and a.requires_grad:
+            if a is not None and isinstance(a, Tensor) and a.requires_grad:
                 return True
     return False
 
