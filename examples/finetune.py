@@ -147,7 +147,8 @@ def finetune(s: Settings, stdout: TextIO) -> int:
     with StopSignal() as stop:
         progress = run.Progress(s, stop)
         trainer = run.trainer_of(net, s, rows, progress)
-        before = trainer.evaluate()["eval_loss"]
+        with torch.compiler.set_stance("force_eager"):  # --compile is for training
+            before = trainer.evaluate()["eval_loss"]
         if s.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         done = run.train(trainer, progress, checkpoint)
@@ -156,7 +157,8 @@ def finetune(s: Settings, stdout: TextIO) -> int:
             saved = "saved; --resume" if s.save_every else "not saved (--save-every 0)"
             print(f"stopped at step {trainer.state.global_step} of {s.steps}, {saved}")
             return 128 + stop.number
-        after = trainer.evaluate()["eval_loss"]
+        with torch.compiler.set_stance("force_eager"):
+            after = trainer.evaluate()["eval_loss"]
         net.save_pretrained(out / "adapter")
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]
         report |= {

@@ -230,7 +230,9 @@ def load_rows(s: Settings, limit: int) -> tuple[Rows, Rows]:
 
 def compile_parts(model: nn.Module) -> None:
     """torch.compile of what surrounds the experts: attention with its factors, the norms outside of
-    it, the router. All layers share a few compiled functions."""
+    it, the router. All layers share a few compiled functions, also the first one, whose input would
+    need no gradient."""
+    model.get_base_model().enable_input_require_grads()
     for path, module in model.named_modules():
         own = path.rpartition(".")[2]
         norm = "norm" in own and "attn" not in path

@@ -81,7 +81,7 @@ class Settings:
     factors: str = _option("fp32", "dtype of the factors", choices=("fp32", "bf16"))
     experts: str = _option(OWN, "transformers' experts_implementation, for a comparison")
     attention: str = _option("", "transformers' attn_implementation; empty: by model and device")
-    optim: str = _option("adamw_torch", "optimizer, by transformers' name")
+    optim: str = _option("adamw_torch_fused", "optimizer, by transformers' name")
     sequence: int = _option(4096, "tokens of a sequence", 8)
     batch: int = _option(1, "sequences of a micro-batch", 1)
     accumulate: int = _option(1, "micro-batches of a step", 1)
