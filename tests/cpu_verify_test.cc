@@ -26,6 +26,9 @@ Implementation with_changing_threads() {
   };
   i.grouped_gemm = [next](const GroupedGemm& args) { grouped_gemm(args, next()); };
   i.grouped_gemm_k = [next](const GroupedGemmK& args) { grouped_gemm_k(args, next()); };
+  i.unpack_weights = [next](const PackedWeights& packed, const Tensor& out) {
+    unpack_weights(packed, out, next());
+  };
   i.route = [next](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
                    const Tensor& weights) { route(o, logits, ids, weights, next()); };
   i.route_backward = [next](const RouteOptions& o, const Tensor& logits, const Tensor& ids,

@@ -168,6 +168,8 @@ Break with_inputs(F f) {
 std::vector<Control> controls_of_the_router();
 /// The controls of batch invariance.
 std::vector<Control> controls_of_batches();
+/// The controls of unpack_weights().
+std::vector<Control> controls_of_packed_weights();
 /// The controls of low-rank factors.
 std::vector<Control> controls_of_factors();
 /// The controls of Precision::kFp8. controls_of_fp8_sums() breaks the oracle instead of a backend.

@@ -52,5 +52,6 @@ void run_layer(const Case& c, const Implementation& implementation, CaseResult& 
 void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseResult& result);
 void run_route(const Case& c, const Implementation& implementation, CaseResult& result);
 void run_token_round(const Case& c, const Implementation& implementation, CaseResult& result);
+void run_unpack(const Case& c, const Implementation& implementation, CaseResult& result);
 
 }  // namespace sonicmoe::verify

@@ -587,6 +587,7 @@ std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   add_fp8_cases(extent, cases);
   add_batch_cases(extent, cases);
   add_lora_cases(extent, cases);
+  add_packed_cases(extent, cases);
   std::erase_if(cases, [&](const Case& c) { return c.name.find(filter) == std::string::npos; });
   return cases;
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 
 namespace sonicmoe::verify {
@@ -62,6 +63,14 @@ struct RouterCase {
   std::int64_t tile = 0;
 };
 
+/// How the weights of a case of unpack_weights() are packed. E, rows and columns are E, n and d of
+/// Case::problem.
+struct PackedForm {
+  PackedFormat format = PackedFormat::kNF4;
+  std::int64_t block = 0;
+  bool nested = false;
+};
+
 /// The tokens (for grouped rows: the rows) from `begin` to `end` - 1.
 struct TokenRange {
   std::int64_t begin, end;
@@ -69,7 +78,7 @@ struct TokenRange {
 
 /// The function under test. Grouped GEMMs use `problem` with other letters: T is R (rows), d the
 /// width of a (k; m in varlen-K), n that of b or d, and Case::counts the rows of each expert.
-enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK, kRoute, kTokenRound };
+enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK, kRoute, kTokenRound, kUnpack };
 
 struct Case {
   std::string name;
@@ -90,6 +99,7 @@ struct Case {
   bool row_weights = true;          ///< grouped form: whether rows have weights
   bool cancelling = false;          ///< K = 384: the first and the last 128 cancel in H and dA'
   RouterCase router;
+  PackedForm packed;
   /// Each part also runs as a batch of its own; its results must have the whole batch's bits.
   std::vector<TokenRange> parts;
   bool cpu_only = false;  ///< sizes or strides that only the CPU serves
@@ -108,6 +118,9 @@ void add_batch_cases(Extent extent, std::vector<Case>& cases);
 
 /// Adds low-rank factors to some of `cases` and appends these as "lora/...", a part of all_cases().
 void add_lora_cases(Extent extent, std::vector<Case>& cases);
+
+/// The cases of unpack_weights(), "unpack/...", a part of all_cases().
+void add_packed_cases(Extent extent, std::vector<Case>& cases);
 
 /// The cases whose names contain `filter`.
 std::vector<Case> all_cases(Extent extent, const std::string& filter);

@@ -17,6 +17,7 @@ bool serves(const Case& c, const Exec& exec) {
   if (c.subject == Subject::kRoute || c.subject == Subject::kTokenRound) {
     return p.dtype != DType::kF64;
   }
+  if (c.subject == Subject::kUnpack) return !c.cpu_only;
   return !c.cpu_only && c.layout != Layout::kReversed &&
          backend_table(exec.backend).refusal(p, exec).empty();
 }

@@ -12,6 +12,7 @@ bool serves(const Implementation& implementation, const Case& c) {
   if (c.subject == Subject::kGroupedGemmK && !implementation.grouped_gemm_k) return false;
   if (c.subject == Subject::kRoute && !implementation.route) return false;
   if (c.subject == Subject::kTokenRound && !implementation.token_round) return false;
+  if (c.subject == Subject::kUnpack && !implementation.unpack_weights) return false;
   return !implementation.serves || implementation.serves(c);
 }
 
@@ -39,6 +40,9 @@ CaseResult run_case(const Case& c, const Implementation& implementation) {
         break;
       case Subject::kTokenRound:
         run_token_round(c, implementation, result);
+        break;
+      case Subject::kUnpack:
+        run_unpack(c, implementation, result);
         break;
       default:
         run_grouped_gemm(c, implementation, result);

@@ -6,6 +6,7 @@
 
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 #include "verify/oracle.h"
 
@@ -25,8 +26,8 @@ Memory host_memory();
 struct Case;
 
 /// The public functions of a backend with their Exec bound. If quantize_weights, grouped_gemm,
-/// grouped_gemm_k, route or token_round is empty, its cases are skipped. If moe_backward is empty,
-/// cases of the layer run without backward.
+/// grouped_gemm_k, route, token_round or unpack_weights is empty, its cases are skipped. If
+/// moe_backward is empty, cases of the layer run without backward.
 struct Implementation {
   std::string name;
   Memory memory;
@@ -51,6 +52,7 @@ struct Implementation {
   std::function<void(const RoundOptions&, const Tensor& logits, const Pairs&, const Tensor& dweight,
                      const Tensor& dlogits, Buffer scratch)>
       token_round_backward;
+  std::function<void(const PackedWeights&, const Tensor& out)> unpack_weights;
   /// Whether the backend serves a case; empty: it serves all.
   std::function<bool(const Case&)> serves;
 };

@@ -385,7 +385,7 @@ std::vector<Control> joined(std::initializer_list<std::vector<Control>> lists) {
 std::vector<Control> controls_of_any() {
   return joined({controls_of_values(), controls_of_formulas(), controls_of_memory(),
                  controls_of_the_router(), controls_of_fp8(), controls_of_batches(),
-                 controls_of_factors()});
+                 controls_of_factors(), controls_of_packed_weights()});
 }
 std::vector<Control> controls_of_the_oracle() {
   return joined({controls_of_roundings(), controls_of_fp8_sums()});

@@ -8,6 +8,7 @@
 #include "verify/oracle.h"
 #include "verify/oracle_fp8.h"
 #include "verify/oracle_gemm.h"
+#include "verify/oracle_packed.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -158,6 +159,9 @@ Implementation oracle_implementation(Precision precision) {
   };
   i.grouped_gemm_k = [precision](const GroupedGemmK& args) {
     oracle::write(args.d, oracle::grouped_gemm_k(args, precision).values);
+  };
+  i.unpack_weights = [](const PackedWeights& packed, const Tensor& out) {
+    oracle::write(out, oracle::unpack_weights(packed, out.dtype));
   };
   return i;
 }

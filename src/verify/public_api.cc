@@ -41,6 +41,9 @@ Implementation public_api(const Exec& exec) {
                                   const Tensor& dweight, const Tensor& dlogits, Buffer scratch) {
     sonicmoe::token_round_backward(o, logits, pairs, dweight, dlogits, scratch, exec);
   };
+  i.unpack_weights = [exec](const PackedWeights& packed, const Tensor& out) {
+    sonicmoe::unpack_weights(packed, out, exec);
+  };
   return i;
 }
 

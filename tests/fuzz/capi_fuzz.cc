@@ -24,10 +24,10 @@ struct Subject {
   int share;  ///< of 100 calls
 };
 constexpr Subject kSubjects[] = {
-    {"queries", &fuzz_queries, 15},   {"the layer", &fuzz_layer, 35},
+    {"queries", &fuzz_queries, 12},   {"the layer", &fuzz_layer, 35},
     {"grouped GEMM", &fuzz_gemm, 15}, {"route", &fuzz_route, 12},
     {"rounding", &fuzz_round, 10},    {"expert choice", &fuzz_choice, 6},
-    {"losses", &fuzz_losses, 7}};
+    {"losses", &fuzz_losses, 5},      {"packed weights", &fuzz_packed, 5}};
 
 const Subject& subject_of(Random& random) {
   std::int64_t at = random.in(0, 99);

@@ -161,5 +161,6 @@ void fuzz_route(World& world);
 void fuzz_round(World& world);
 void fuzz_choice(World& world);
 void fuzz_losses(World& world);
+void fuzz_packed(World& world);
 
 }  // namespace sonicmoe::fuzz
