@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Two studies of quality on the text of make_text.py, on all GPUs of the machine.
+"""Studies of quality and time on the text of make_text.py, on all GPUs of the machine.
 
     python examples/quality_study.py rounding --text out/text/parts --out out/quality
     python examples/quality_study.py finetune --text out/text/parts --out out/quality
     python examples/quality_study.py rounding finetune --limit 540
+    python examples/quality_study.py times --size wide --tokens 3e5
 
 rounding: what token rounding costs. Models of three architectures are trained with top-K and with
 rounding at T_e / tile of 1, 2 and 4, tile 128, with the same seeds and the same order of the text.
+spread: what makes runs with top-K differ: other initial weights alone, another order of the text
+alone, or neither. It needs the runs with top-K of `rounding`.
+times: the time of a step with and without rounding, after --tokens of training.
 finetune: the model of docs/fp8.md is trained on sources and then fine-tuned on documentation: all
 weights, the experts, or factors (LoRA) on experts in bf16, NF4 and MXFP4.
 
@@ -41,15 +45,16 @@ from quality.tune import VARIANTS
 from rounding_study import origin
 
 MARKER = ".quality_study"  # this file in the output folder says that a study wrote to it before
+STUDIES = ("rounding", "spread", "times", "finetune")
 INTERRUPTED = "interrupted; the same command continues"
 
 
 def options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="+", choices=("rounding", "finetune"))
+    parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--text", default="out/text/parts", help="folder that make_text.py wrote")
     parser.add_argument("--out", default="out/quality")
-    parser.add_argument("--size", default="0.1b", choices=SIZES, help="of the rounding study")
+    parser.add_argument("--size", default="0.1b", choices=SIZES, help="of all but fine-tuning")
     parser.add_argument("--tune-size", default="126m", choices=SIZES)
     parser.add_argument("--architectures", default="olmoe,qwen3,deepseek")
     parser.add_argument("--modes", default="nearest", help=", ".join(ROUNDING_MODES))
@@ -57,7 +62,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--begins", default="start", help=", ".join(ROUNDING_BEGINS))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="of fine-tuning")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=float, default=30e6, help="of each run of rounding")
+    parser.add_argument("--tokens", type=float, default=30e6, help="of each run but fine-tuning's")
     parser.add_argument("--pretrain-tokens", type=float, default=60e6)
     parser.add_argument("--tune-tokens", type=float, default=8e6)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -66,7 +71,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="0: all")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--device", default="", help="cuda or cpu")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of this call")
     own = parser.parse_args(argv)
     for name, known in (
@@ -95,12 +100,16 @@ def options(argv: list[str]) -> argparse.Namespace:
 
 def plan(own: argparse.Namespace) -> list[Job]:
     """The runs in the order in which they begin, so that a study that stops early can be compared:
-    pretraining; seed by seed top-K, the first mode of rounding, and fine-tuning; then the other
-    modes."""
+    pretraining; times; seed by seed top-K, the first mode of rounding, and fine-tuning; the spread;
+    then the other modes."""
     jobs = []
     if "finetune" in own.studies:
         jobs.append(Job("pretrain", **tuned(own), seed=0, tokens=own.pretrain_tokens, lr=own.lr))
     kinds = list(itertools.product(own.begins, own.modes))
+    if "times" in own.studies:
+        for name, ratio in itertools.product(own.architectures, own.ratios):
+            job = rounding(own, name, 0, kinds[0], ratio)
+            jobs.append(replace(job, study="times", timed=True))
     for seed in range(own.seeds):
         if "rounding" in own.studies:
             for name in own.architectures:
@@ -110,6 +119,10 @@ def plan(own: argparse.Namespace) -> list[Job]:
                 lr = own.lora_lr if variant.startswith("lora") else own.tune_lr
                 given = tuned(own) | {"seed": seed, "tokens": own.tune_tokens, "lr": lr}
                 jobs.append(Job("finetune", **given, variant=variant))
+    if "spread" in own.studies:
+        for i, name in itertools.product(range(1, own.seeds), own.architectures):
+            topk = replace(rounding(own, name, 0, kinds[0], 0), study="spread")
+            jobs += [replace(topk, order=i), replace(topk, seed=i, order=0), replace(topk, again=i)]
     if "rounding" in own.studies:
         seeds, names = range(own.seeds), own.architectures
         for ratio, kind, seed, name in itertools.product(own.ratios, kinds[1:], seeds, names):
@@ -183,11 +196,9 @@ def run_studies(argv: list[str]) -> int:
         with open(path, "a") as file:
             file.write(json.dumps(record | facts) + "\n")
         seconds = time.monotonic() - began
-        print(
-            f"{seconds:5.0f} s  {record['name']}: validation {record['val_loss']:.4f}, "
-            f"{record['tokens_per_s']:,} tokens/s",
-            flush=True,
-        )
+        loss = f"validation {record['val_loss']:.4f}, " if "val_loss" in record else ""
+        rate = f"{record['tokens_per_s']:,} tokens/s"
+        print(f"{seconds:5.0f} s  {record['name']}: {loss}{rate}", flush=True)
 
     failures = pool.run(left, [task] * count, gpus, save) if left else []
     records = read_records(path)

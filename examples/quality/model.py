@@ -33,8 +33,10 @@ class Routed(NamedTuple):
     out: Tensor  # (T, d)
     loss: Tensor  # ()
     counts: Tensor  # (E,) rows of top-K
-    ids: Tensor | None = None  # (T, K) of top-K, and the pairs of each micro-batch, if rounded
-    parts: tuple[Pairs, ...] = ()
+    # If rounded: the experts of top-K, (P, T/P * K) for P micro-batches, and (P, E + 1) the offsets
+    # of their pairs.
+    ids: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 def attend(x: Tensor, weights: tuple[Tensor, ...], table: Tensor, heads: int) -> tuple:
@@ -91,15 +93,12 @@ def joined(parts: list[Pairs], group: int) -> Pairs:
 
 def changed_rows(routed: Routed) -> Tensor:
     """(2,): rows that rounding added to top-K's and dropped, in all micro-batches."""
-    total = torch.zeros(2, dtype=torch.int64, device=routed.counts.device)
     if routed.ids is None:
-        return total
-    for chosen, pairs in zip(routed.ids.chunk(len(routed.parts)), routed.parts, strict=True):
-        rows = pairs.offsets.diff()
-        flat = chosen.flatten()
-        more = rows - torch.zeros_like(rows).scatter_add(0, flat, torch.ones_like(flat))
-        total += torch.stack([more.clamp(min=0).sum(), (-more).clamp(min=0).sum()])
-    return total
+        return torch.zeros(2, dtype=torch.int64, device=routed.counts.device)
+    rows = routed.offsets.diff()
+    chosen = torch.zeros_like(rows).scatter_add(1, routed.ids, torch.ones_like(routed.ids))
+    more = rows - chosen
+    return torch.stack([more.clamp(min=0).sum(), (-more).clamp(min=0).sum()])
 
 
 def run_experts(moe: MoE, rows: Tensor, rule: Rule | None) -> Routed:
@@ -122,7 +121,9 @@ def run_experts(moe: MoE, rows: Tensor, rule: Rule | None) -> Routed:
     pairs = parts[0] if len(parts) == 1 else joined(parts, rule.group)
     out = moe_pairs(rows, pairs, moe.w_up, moe.w_down, grad_accum=accum)
     loss = moe.lb_coef * balance + moe.z_coef * z
-    return Routed(out, loss, counts, ids, tuple(parts))
+    return Routed(
+        out, loss, counts, ids.view(len(parts), -1), torch.stack([p.offsets for p in parts])
+    )
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ from quality import train, tune
 from quality.model import EAGER, compiled
 from quality.settings import Job
 
+TRAINERS = {"finetune": tune.tune, "times": train.measure}  # of the other studies: train.train
 SLOWER = 1.3  # a run is begun if this many times its expected time of training is left
 
 
@@ -32,13 +33,13 @@ class Task:
     out: Path
     deadline: float
     threads: int
-    eager: bool  # the dense parts are not compiled
+    eager: bool  # the dense parts are not compiled, and steps are no CUDA graphs
     failed: Event  # the pretraining failed: no run that needs it can begin
 
 
 def kind(job: Job) -> tuple:
     """Runs of one kind take as long as each other."""
-    return job.study, job.architecture, job.ratio, job.tokens
+    return job.study, job.architecture, job.size, job.ratio, job.mode, job.tokens
 
 
 def expected(job: Job, seen: dict[tuple, float]) -> float:
@@ -74,7 +75,7 @@ def work(task: Task, jobs: Any, results: Any) -> None:
     torch.set_num_threads(task.threads)
     parts = EAGER if task.eager or task.device == "cpu" else compiled()
     device = torch.device(task.device)
-    place = train.Place(device, task.text, task.out, task.deadline, parts)
+    place = train.Place(device, task.text, task.out, task.deadline, parts, not task.eager)
     seen: dict[tuple, float] = {}
     while True:
         try:
@@ -86,7 +87,7 @@ def work(task: Task, jobs: Any, results: Any) -> None:
         if not await_pretrained(job, place, task.failed):
             continue
         try:
-            found = (tune.tune if job.study == "finetune" else train.train)(job, place)
+            found = TRAINERS.get(job.study, train.train)(job, place)
         except train.OutOfTime:
             continue
         except Exception as error:  # the other runs go on

@@ -87,19 +87,50 @@ def rounding_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def times_table(records: list[Record]) -> str:
-    """Time of a micro-batch with top-K over that with rounding."""
+def spread_table(records: list[Record]) -> str:
+    """What differs between runs with top-K, and by how much their losses do."""
     lines = [
-        "| model | T_e / tile | tokens of a micro-batch | forward + backward, ms: top-K, rounded | "
-        "top-K / rounded | experts' kernels, ms: top-K, rounded | top-K / rounded |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| model | what differs | runs | validation loss | largest distance of two |",
+        "|---|---|---:|---:|---:|",
+    ]
+    topk = [r for r in of(records, "rounding") if not r["settings"]["ratio"]]
+    changed = of(records, "spread")
+
+    def model(s: dict) -> tuple:
+        return s["architecture"], s["size"]
+
+    for key, members in groups(changed, model).items():
+        mine = [r for r in topk if model(r["settings"]) == key]
+        first = [r for r in mine if r["settings"]["seed"] == 0]
+        kinds = {
+            "nothing": first + [r for r in members if r["settings"]["again"]],
+            "the order of the text": first + [r for r in members if r["settings"]["order"]],
+            "the initial weights": first + [r for r in members if r["settings"]["order"] == 0],
+            "both": mine,
+        }
+        for kind, runs in kinds.items():
+            losses = _losses(runs)
+            if len(losses) > 1:
+                cells = [" ".join(key), kind, len(losses), mean_std(losses)]
+                cells.append(f"{max(losses) - min(losses):.4f}")
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def times_table(records: list[Record]) -> str:
+    """Times with top-K over those with rounding, of a micro-batch and of a whole step."""
+    lines = [
+        "| model | T_e / tile | tokens of a micro-batch | experts' kernels, ms: top-K, rounded | "
+        "top-K / rounded | forward + backward, ms: top-K, rounded | top-K / rounded | "
+        "whole step, ms: top-K, rounded | top-K / rounded |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for record in records:
         if "times" not in record:
             continue
         s, t = record["settings"], record["times"]
         cells = [f"{s['architecture']} {s['size']}", s["ratio"], t["tokens"]]
-        for name in ("step_ms", "experts_ms"):
+        for name in ("experts_ms", "micro_ms", "step_ms"):
             a, b = t["topk"][name], t["rounded"][name]
             cells += [f"{a:.2f}, {b:.2f}", f"{a / b:.3f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -218,6 +249,8 @@ def tables(records: list[Record]) -> dict[str, str]:
     found = {}
     if of(records, "rounding"):
         found["quality-rounding.md"] = rounding_table(rounding_rows(records))
+    if of(records, "spread"):
+        found["quality-spread.md"] = spread_table(records)
     if any("times" in record for record in records):
         found["quality-times.md"] = times_table(records)
     if of(records, "finetune"):

@@ -68,6 +68,9 @@ SIZES = {
     "0.1b": Size(512, 6, 8, 8192),
     "126m": Size(512, 8, 8, 8192, context=512, batch=32),  # with fp8-study: the model of fp8.md
     "0.5b": Size(1024, 9, 16, 16384),
+    "wide": Size(
+        2048, 2, 16, 98304
+    ),  # the experts of Qwen3-30B-A3B, of OLMoE and a half; for times
 }
 
 
@@ -75,7 +78,7 @@ SIZES = {
 class Job:
     """One training run. Its name says all that differs between the runs of a study."""
 
-    study: str  # "rounding", "pretrain" or "finetune"
+    study: str  # "rounding", "spread", "times", "pretrain" or "finetune"
     architecture: str
     size: str
     seed: int
@@ -85,17 +88,23 @@ class Job:
     ratio: int = 0  # T_e / tile of rounding; 0: top-K
     begin: str = "start"  # a name of ROUNDING_BEGINS
     variant: str = ""  # of fine-tuning, a name of tune.VARIANTS
+    order: int | None = None  # seed of the text's order; None: that of the run
+    again: int = 0  # counts repetitions with equal settings
     timed: bool = field(default=False, compare=False)  # also measure the time of a step
 
     @property
     def name(self) -> str:
         parts = [self.study, self.architecture, self.size]
-        if self.study == "rounding":
+        if self.study in ("rounding", "times"):
             parts.append(f"{self.mode}{self.ratio or ''}")
             if self.begin != "start":
                 parts.append(self.begin)
         if self.variant:
             parts.append(self.variant)
+        if self.order is not None:
+            parts.append(f"order{self.order}")
+        if self.again:
+            parts.append(f"again{self.again}")
         return "-".join([*parts, f"seed{self.seed}"])
 
     def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time of a micro-batch, forward and backward, with top-K and with token rounding, in one process.
+"""Time of a step with top-K and with token rounding, in one process.
 
 Both are captured as CUDA graphs and replayed in turn, so that the host's time does not count.
 """
@@ -9,27 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from quality.graphs import EAGER_CALLS, captured
 from quality.model import Model, Rule
-from quality.text import Windows
 
 ROUNDS, REPLAYS = 9, 10
 EXPERTS = re.compile("smoe|sonicmoe")  # in the names of this library's kernels
-
-
-def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The step as a CUDA graph, after three steps that set up what it needs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
+LEAST_US = 2.0  # kernels that take less in all are not listed
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
@@ -42,42 +30,74 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end) / REPLAYS
 
 
-def experts_ms(step: Callable[[], None]) -> float:
-    """Milliseconds of this library's kernels, routing and rounding included."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    found = (e for e in seen.key_averages() if EXPERTS.search(e.key))
-    return sum(e.self_device_time_total for e in found) / 1e3
-
-
-def measure(model: Model, rule: Rule, windows: Windows) -> dict[str, Any]:
-    """{"topk": {...}, "rounded": {...}}: medians of step_ms, and experts_ms of one step."""
-    count = max(1, rule.group // model.size.context)
-    inputs, targets = windows.batch(0, count)
-
-    def step(of: Rule | None) -> Callable[[], None]:
-        def run() -> None:
-            loss, layers = model(inputs, targets, of)
-            (loss + sum(layer.loss for layer in layers)).backward()
-
-        return run
-
-    steps = {"topk": step(None), "rounded": step(rule)}
-    for parameter in model.parameters():  # fixed places for the graphs to add gradients to
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    graphs = {name: captured(run) for name, run in steps.items()}
+def in_turn(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median milliseconds of each step."""
+    graphs = {name: captured(step, EAGER_CALLS)[0] for name, step in steps.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
             found[name].append(milliseconds(graph))
-    result: dict[str, Any] = {"tokens": count * model.size.context, "tile": rule.tile}
-    for name, run in steps.items():
-        values = {"step_ms": round(statistics.median(found[name]), 4)}
-        values["experts_ms"] = round(experts_ms(run), 4)
-        result[name] = values
-    for parameter in model.parameters():
-        parameter.grad = None
+    return {name: round(statistics.median(values), 4) for name, values in found.items()}
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without its return type, namespaces, template arguments and parameters."""
+    plain = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return re.split("[<(]", plain, maxsplit=1)[0].split("::")[-1].strip()
+
+
+def kernels(step: Callable[[], None]) -> dict[str, Any]:
+    """experts_ms: milliseconds of this library's kernels, routing and rounding included; kernels:
+    [launches, microseconds] of the kernels by name, the library's as smoe::name."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    experts = 0.0
+    for event in seen.key_averages():
+        ours = EXPERTS.search(event.key) is not None
+        row = found.setdefault("smoe::" * ours + short_name(event.key), [0, 0.0])
+        row[0] += event.count
+        row[1] += event.self_device_time_total
+        experts += ours * event.self_device_time_total
+    listed = sorted(found.items(), key=lambda item: -item[1][1])
+    listed = [(name, [n, round(us, 1)]) for name, (n, us) in listed if us >= LEAST_US]
+    return {"experts_ms": round(experts / 1e3, 4), "kernels": dict(listed)}
+
+
+def measure(
+    model: Model, optimizer: torch.optim.Optimizer, rule: Rule, batch: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    """{"topk": {...}, "rounded": {...}}: micro_ms, forward and backward of a micro-batch; step_ms,
+    a whole step of the batch: its micro-batches one after another, clipping and the optimizer, with
+    a learning rate of 0; and kernels() of a micro-batch. Changes the optimizer's state."""
+    windows = max(1, rule.group // model.size.context)
+    parts = list(zip(*(x.split(windows) for x in batch), strict=True))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for group in optimizer.param_groups:
+        group["lr"].zero_()
+
+    def backward(of: Rule | None, part: tuple[Tensor, Tensor]) -> None:
+        loss, layers = model(*part, of)
+        (loss + sum(layer.loss for layer in layers)).backward()
+
+    def whole(of: Rule | None) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        for part in parts:
+            backward(of, part)
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+
+    for parameter in trained:  # fixed places for the graphs to add gradients to
+        parameter.grad = torch.zeros_like(parameter)
+    rules = {"topk": None, "rounded": rule}
+    micro = in_turn({name: lambda of=of: backward(of, parts[0]) for name, of in rules.items()})
+    steps = in_turn({name: lambda of=of: whole(of) for name, of in rules.items()})
+    result: dict[str, Any] = {"tokens": windows * model.size.context, "tile": rule.tile}
+    result["step_tokens"] = batch[0].numel()
+    for name, of in rules.items():
+        result[name] = {"micro_ms": micro[name], "step_ms": steps[name]}
+        result[name] |= kernels(lambda of=of: backward(of, parts[0]))
+    optimizer.zero_grad()
     return result

@@ -73,5 +73,6 @@ def tune(job: Job, place: Place) -> dict[str, Any]:
     if job.variant.startswith("lora"):
         for block in model.blocks:
             merge(block.moe)
+        run.forget_graphs()
         record["val_loss_merged"] = run.evaluate(WHOLE, None)
     return record

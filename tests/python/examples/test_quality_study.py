@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import demo_support  # noqa: F401 (finds the examples)
 import numpy as np
@@ -10,7 +11,8 @@ import quality_study
 import torch
 from cuda_support import needs_cuda
 from lm.errors import UserError
-from quality import report, text, train
+from quality import report, text, times, train
+from quality.graphs import EAGER_CALLS, Replayed
 from quality.model import EAGER, Model, Rule, changed_rows
 from quality.settings import ARCHITECTURES, SIZES, Job
 from test_make_text import make_parts
@@ -53,8 +55,8 @@ def test_rounding_of_micro_batches_is_that_of_separate_calls(name):
     plain, _ = model(inputs, targets, None)
     assert abs(loss.item() - plain.item()) > 1e-5
     for layer in layers:
-        assert len(layer.parts) == inputs.numel() // group
-        rows = torch.stack([pairs.offsets.diff() for pairs in layer.parts])
+        rows = layer.offsets.diff()
+        assert rows.shape == (inputs.numel() // group, layer.counts.numel())
         assert ((rows % size.tile == 0) | (rows == group)).all()
         added, dropped = changed_rows(layer).tolist()
         assert rows.sum() - layer.counts.sum() == added - dropped and added > 0 and dropped > 0
@@ -89,14 +91,76 @@ def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
     assert run.model.blocks[0].moe.selection_bias.abs().max() > 0
 
 
+def test_a_seed_and_an_order_change_what_they_name(parts, tmp_path):
+    """The seed alone sets the initial weights, and `order` the order of the text."""
+    place = train.Place(CPU, parts, tmp_path, float("inf"), EAGER)
+    job = Job("spread", "olmoe", "tiny", 0, 6144, 1e-3)
+    same, order, weights = (
+        replace(job, again=1),
+        replace(job, order=1),
+        replace(job, seed=1, order=0),
+    )
+    runs = [
+        train.Run(j, place, train.new_model(j, place), "sources")
+        for j in (job, same, order, weights)
+    ]
+    embeddings = [run.model.embedding for run in runs]
+    batches = [run.windows.batch(0, 4)[0] for run in runs]
+    for seen, equal in ((embeddings, [True, True, False]), (batches, [True, False, True])):
+        assert [torch.equal(seen[0], other) for other in seen[1:]] == equal
+    assert len({j.name for j in (job, same, order, weights)}) == 4
+
+
 @needs_cuda
-def test_the_time_of_a_step_is_measured_on_cuda(parts, tmp_path):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_steps_as_graphs_learn_what_eager_steps_learn(name, parts, tmp_path, capfd):
+    """Rounding begins after a step that is a graph without it."""
+    found = []
+    for graph in (False, True):
+        place = train.Place(torch.device("cuda"), parts, tmp_path, float("inf"), EAGER, graph)
+        job = Job("rounding", name, "tiny", 0, 60 * 512, 1e-3)
+        job = replace(job, mode="nearest", ratio=2, begin="tenth")
+        run = train.Run(job, place, train.new_model(job, place), "sources")
+        found.append((run.train().tolist(), run.evaluate(train.WHOLE, run.rule), run.timed_steps))
+    (eager, eager_loss, _), (replayed, replayed_loss, timed) = found
+    assert timed == 60 - 2 * (EAGER_CALLS + 1) and "not captured" not in capfd.readouterr().err
+    assert replayed == pytest.approx(eager, abs=0.02) and eager[-1] < eager[0] - 0.1
+    assert replayed_loss == pytest.approx(eager_loss, abs=0.02)
+
+
+@needs_cuda
+def test_a_function_that_cannot_be_captured_stays_eager(capfd):
+    x = torch.ones(2, device="cuda")
+    double = Replayed(lambda x: 2 * x if x.sum().item() else x, True)  # .item() waits: no graph
+    assert [double(x).sum().item() for _ in range(6)] == [4.0] * 6
+    assert "is not captured as a CUDA graph" in capfd.readouterr().err and double.settled
+
+
+def test_stochastic_rounding_and_the_cpu_have_no_graphs(parts, tmp_path):
+    """A graph would repeat the seed of its capture, which the host draws."""
+    place = train.Place(CPU, parts, tmp_path, float("inf"), EAGER)
+    job = Job("rounding", "olmoe", "tiny", 0, 6144, 1e-3)
+    run = train.Run(job, place, train.new_model(job, place), "sources")
+    rules = [None, Rule("nearest", 8, 128), Rule("stochastic", 8, 128)]
+    assert [run.graph(rule) for rule in rules] == [False] * 3
+    place.device = torch.device("cuda")
+    assert [run.graph(rule) for rule in rules] == [True, True, False]
+    place.graph = False
+    assert [run.graph(rule) for rule in rules] == [False] * 3
+
+
+@needs_cuda
+@pytest.mark.parametrize("study", [train.train, train.measure])
+def test_the_time_of_a_step_is_measured_on_cuda(study, parts, tmp_path):
     place = train.Place(torch.device("cuda"), parts, tmp_path, float("inf"), EAGER)
     job = Job("rounding", "olmoe", "tiny", 0, 6144, 1e-2, mode="nearest", ratio=2, timed=True)
-    record = train.train(job, place)
+    record = study(job, place)
     assert "times_failed" not in record and record["times"]["tokens"] == 128
+    assert record["times"]["step_tokens"] == 512
     for of in ("topk", "rounded"):
-        assert record["times"][of]["step_ms"] > record["times"][of]["experts_ms"] > 0
+        found = record["times"][of]
+        assert found["step_ms"] > found["micro_ms"] > found["experts_ms"] > 0
+    assert "smoe::select_tokens" in found["kernels"]
 
 
 def test_a_run_past_the_deadline_is_dropped(parts, tmp_path):
@@ -153,6 +217,27 @@ def test_differences_are_taken_seed_by_seed():
     assert "| nearest | 2 | 2 | 3.7500 ± 0.3536 | +0.2500 ± 0.3536 |" in report.rounding_table(
         [nearest]
     )
+
+
+def test_the_spread_names_what_differs():
+    found = [record(0, 3.0), record(1, 3.2)]
+    for i, more in enumerate(({"order": 1}, {"seed": 1, "order": 0}, {"again": 1})):
+        made = record(0, 3.1 + i / 10)
+        made["settings"] |= {"study": "spread", "order": None, "again": 0} | more
+        found.append(made)
+    rows = [row.split(" | ") for row in report.spread_table(found).splitlines()[2:]]
+    assert [(row[1], row[-1]) for row in rows] == [
+        ("nothing", "0.3000 |"),
+        ("the order of the text", "0.1000 |"),
+        ("the initial weights", "0.2000 |"),
+        ("both", "0.2000 |"),
+    ]
+
+
+def test_the_names_of_kernels_are_short():
+    name = "void smoe::cuda::(anonymous namespace)::rank_tokens<smoe::Row<4>, int>(Route, Scratch)"
+    assert times.short_name(name) == "rank_tokens"
+    assert times.short_name("Memset (Device)") == "Memset"
 
 
 def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):

@@ -1,0 +1,82 @@
+"""CUDA graphs of a step: the studies' models have so many short kernels that launching them one by
+one takes longer than the kernels."""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EAGER_CALLS = 3  # before a capture: they compile, load kernels and create the optimizer's state
+
+
+def captured(function: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The function as a CUDA graph, after `calls` calls on another stream; and the results that the
+    graph overwrites at each replay."""
+    beside(function, calls)
+    gc.collect()  # graphs of earlier runs may be parts of reference cycles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def beside(function: Callable[[], Any], calls: int = 1) -> Any:
+    """Calls the function on another stream than the current one, which waits for it."""
+    results = None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(calls):
+            results = function()
+    torch.cuda.current_stream().wait_stream(stream)
+    return results
+
+
+class Replayed:
+    """A function of tensors whose shapes do not change. Its first calls are eager. Then it is
+    captured, and each call replays the graph; the results of a call last until the next one.
+
+    All that the function reads or changes besides its arguments must stay at its place in device
+    memory. With graph=False every call is eager, and also if the capture fails: then one sentence
+    on stderr says so.
+    """
+
+    def __init__(self, function: Callable[..., Any], graph: bool):
+        self._function, self._wanted, self._calls = function, graph, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._results: Any = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next call is like all later ones: a replay, or eager for good."""
+        return not self._wanted or self._graph is not None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if not self._wanted:
+            return self._function(*inputs)
+        if self._graph is None:
+            if self._calls < EAGER_CALLS:
+                self._calls += 1
+                return beside(lambda: self._function(*inputs))
+            if not self._capture(inputs):
+                return self._function(*inputs)
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        self._graph.replay()
+        return self._results
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> bool:
+        held = tuple(x.clone() for x in inputs)
+        try:
+            self._graph, self._results = captured(lambda: self._function(*held), 0)
+        except RuntimeError as error:
+            self._wanted = False
+            reason = str(error).splitlines()[0]
+            print(f"a step is not captured as a CUDA graph: {reason}", file=sys.stderr, flush=True)
+            return False
+        self._inputs = held
+        return True
