@@ -4,13 +4,13 @@
     python examples/quality_study.py rounding --text out/text/parts --out out/quality
     python examples/quality_study.py finetune --text out/text/parts --out out/quality
     python examples/quality_study.py rounding finetune --limit 540
-    python examples/quality_study.py times --size wide --tokens 3e5
+    python examples/quality_study.py rounding spread times --others olmoe --begins start,tenth
 
 rounding: what token rounding costs. Models of three architectures are trained with top-K and with
 rounding at T_e / tile of 1, 2 and 4, tile 128, with the same seeds and the same order of the text.
 spread: what makes runs with top-K differ: other initial weights alone, another order of the text
 alone, or neither. It needs the runs with top-K of `rounding`.
-times: the time of a step with and without rounding, after --tokens of training.
+times: the time of a step with and without rounding, of wider models after a few steps of training.
 finetune: the model of docs/fp8.md is trained on sources and then fine-tuned on documentation: all
 weights, the experts, or factors (LoRA) on experts in bf16, NF4 and MXFP4.
 
@@ -46,6 +46,7 @@ from rounding_study import origin
 
 MARKER = ".quality_study"  # this file in the output folder says that a study wrote to it before
 STUDIES = ("rounding", "spread", "times", "finetune")
+TIMED_RATIO, TIMED_AFTER = 2, 20  # T_e / tile; the steps before times are measured
 INTERRUPTED = "interrupted; the same command continues"
 
 
@@ -54,15 +55,22 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--text", default="out/text/parts", help="folder that make_text.py wrote")
     parser.add_argument("--out", default="out/quality")
-    parser.add_argument("--size", default="0.1b", choices=SIZES, help="of all but fine-tuning")
+    parser.add_argument("--size", default="0.1b", choices=SIZES, help="of rounding and spread")
     parser.add_argument("--tune-size", default="126m", choices=SIZES)
+    parser.add_argument("--times-size", default="wide", choices=SIZES)
     parser.add_argument("--architectures", default="olmoe,qwen3,deepseek")
     parser.add_argument("--modes", default="nearest", help=", ".join(ROUNDING_MODES))
+    parser.add_argument(
+        "--others",
+        help="architectures of spread, and of all modes and beginnings but the first; empty: all",
+    )
     parser.add_argument("--ratios", default="1,2,4", help="T_e / tile")
     parser.add_argument("--begins", default="start", help=", ".join(ROUNDING_BEGINS))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="of fine-tuning")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=float, default=30e6, help="of each run but fine-tuning's")
+    parser.add_argument(
+        "--tokens", type=float, default=30e6, help="of each run of rounding and spread"
+    )
     parser.add_argument("--pretrain-tokens", type=float, default=60e6)
     parser.add_argument("--tune-tokens", type=float, default=8e6)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -74,8 +82,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of this call")
     own = parser.parse_args(argv)
+    own.others = own.others or own.architectures
     for name, known in (
         ("architectures", ARCHITECTURES),
+        ("others", ARCHITECTURES),
         ("modes", ROUNDING_MODES),
         ("begins", ROUNDING_BEGINS),
         ("variants", VARIANTS),
@@ -101,31 +111,31 @@ def options(argv: list[str]) -> argparse.Namespace:
 def plan(own: argparse.Namespace) -> list[Job]:
     """The runs in the order in which they begin, so that a study that stops early can be compared:
     pretraining; times; seed by seed top-K, the first mode of rounding, and fine-tuning; the spread;
-    then the other modes."""
+    then the other modes, and other beginnings of the first mode."""
     jobs = []
     if "finetune" in own.studies:
         jobs.append(Job("pretrain", **tuned(own), seed=0, tokens=own.pretrain_tokens, lr=own.lr))
-    kinds = list(itertools.product(own.begins, own.modes))
+    first = own.begins[0], own.modes[0]
     if "times" in own.studies:
-        for name, ratio in itertools.product(own.architectures, own.ratios):
-            job = rounding(own, name, 0, kinds[0], ratio)
-            jobs.append(replace(job, study="times", timed=True))
+        jobs += [times_of(own, name, first) for name in own.architectures]
     for seed in range(own.seeds):
         if "rounding" in own.studies:
             for name in own.architectures:
-                jobs += [rounding(own, name, seed, kinds[0], ratio) for ratio in (0, *own.ratios)]
+                jobs += [rounding(own, name, seed, first, ratio) for ratio in (0, *own.ratios)]
         if "finetune" in own.studies:
             for variant in own.variants:
                 lr = own.lora_lr if variant.startswith("lora") else own.tune_lr
                 given = tuned(own) | {"seed": seed, "tokens": own.tune_tokens, "lr": lr}
                 jobs.append(Job("finetune", **given, variant=variant))
     if "spread" in own.studies:
-        for i, name in itertools.product(range(1, own.seeds), own.architectures):
-            topk = replace(rounding(own, name, 0, kinds[0], 0), study="spread")
+        for i, name in itertools.product(range(1, own.seeds), own.others):
+            topk = replace(rounding(own, name, 0, first, 0), study="spread")
             jobs += [replace(topk, order=i), replace(topk, seed=i, order=0), replace(topk, again=i)]
     if "rounding" in own.studies:
-        seeds, names = range(own.seeds), own.architectures
-        for ratio, kind, seed, name in itertools.product(own.ratios, kinds[1:], seeds, names):
+        kinds = [(first[0], mode) for mode in own.modes[1:]]
+        kinds += [(begin, first[1]) for begin in own.begins[1:]]
+        seeds = range(own.seeds)
+        for ratio, kind, seed, name in itertools.product(own.ratios, kinds, seeds, own.others):
             jobs.append(rounding(own, name, seed, kind, ratio))
     return [job.check() for job in jobs]
 
@@ -142,8 +152,15 @@ def rounding(
     job = Job("rounding", architecture, own.size, seed, own.tokens, own.lr)
     if not ratio:
         return job
-    timed = (seed, ratio) == (0, 2) and kind == (own.begins[0], own.modes[0])
+    timed = (seed, ratio) == (0, TIMED_RATIO) and kind == (own.begins[0], own.modes[0])
     return replace(job, begin=kind[0], mode=kind[1], ratio=ratio, timed=timed)
+
+
+def times_of(own: argparse.Namespace, architecture: str, kind: tuple[str, str]) -> Job:
+    size = SIZES[own.times_size]
+    tokens = TIMED_AFTER * size.batch * size.context
+    job = Job("times", architecture, own.times_size, 0, tokens, own.lr)
+    return replace(job, begin=kind[0], mode=kind[1], ratio=TIMED_RATIO, timed=True)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -188,7 +188,7 @@ def test_refusals(given, sentence):
 
 def test_a_study_that_stops_early_can_be_compared():
     """Pretraining is first, top-K precedes rounding with the same seed, and the first mode has all
-    its seeds before the second begins."""
+    its seeds before the second begins. The first mode alone begins later too."""
     given = ["rounding", "finetune", "--begins", "start,tenth", "--modes", "up,down"]
     jobs = quality_study.plan(quality_study.options(given))
     assert jobs[0].study == "pretrain" and len({job.name for job in jobs}) == len(jobs)
@@ -196,10 +196,24 @@ def test_a_study_that_stops_early_can_be_compared():
     assert [job.seed for job in first] == sorted(job.seed for job in first)
     assert [job.ratio for job in first[:4]] == [0, 1, 2, 4]
     assert {(job.begin, job.mode) for job in first if job.ratio} == {("start", "up")}
-    assert len(others) == 3 * 3 * 3 * 3 and {job.ratio for job in others[:27]} == {1}
+    assert len(others) == 3 * 3 * 3 * 2 and {job.ratio for job in others[:18]} == {1}
+    assert {(job.begin, job.mode) for job in others} == {("start", "down"), ("tenth", "up")}
     assert [job.name for job in jobs if job.timed] == [
         f"rounding-{name}-0.1b-up2-seed0" for name in ("olmoe", "qwen3", "deepseek")
     ]
+
+
+def test_one_architecture_may_show_the_spread_and_the_other_modes():
+    given = ["rounding", "spread", "times", "--modes", "nearest,up", "--others", "qwen3"]
+    jobs = quality_study.plan(quality_study.options([*given, "--seeds", "2", "--ratios", "2"]))
+    assert [job.name for job in jobs if job.study == "times"] == [
+        f"times-{name}-wide-nearest2-seed0" for name in ("olmoe", "qwen3", "deepseek")
+    ]
+    assert [job.name for job in jobs if job.study == "spread"] == [
+        f"spread-qwen3-0.1b-{what}" for what in ("order1-seed0", "order0-seed1", "again1-seed0")
+    ]
+    ups = [job for job in jobs if job.mode == "up"]
+    assert [job.architecture for job in ups] == ["qwen3"] * 2 and jobs[-2:] == ups
 
 
 def record(seed, loss, ratio=0, **more):
