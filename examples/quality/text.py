@@ -2,6 +2,7 @@
 
 import json
 import lzma
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} must be a folder that make_text.py wrote: {error}") from error
 
 
+def read_part(path: Path) -> np.ndarray:
+    try:
+        return np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2")
+    except (OSError, lzma.LZMAError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
 def read_tokens(folder: Path, name: str, least: int) -> np.ndarray:
     """The tokens of a kind and split, as int32: of the parts that are there, in order."""
-    found = []
-    for part in read_meta(folder)["parts"].get(name, []):
-        path = folder / part["file"]
-        if not path.exists():
-            continue
-        try:
-            raw = lzma.decompress(path.read_bytes())
-        except (OSError, lzma.LZMAError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-        found.append(np.frombuffer(raw, dtype="<u2"))
+    paths = [folder / part["file"] for part in read_meta(folder)["parts"].get(name, [])]
+    with ThreadPoolExecutor() as threads:  # xz takes seconds for each part
+        found = list(threads.map(read_part, (path for path in paths if path.exists())))
     tokens = np.concatenate(found).astype(np.int32) if found else np.empty(0, np.int32)
     if len(tokens) < least:
         raise UserError(f"{folder} has {len(tokens)} tokens of {name}, at least {least} are needed")
