@@ -1,6 +1,7 @@
 """CUDA graphs of a step: the studies' models have so many short kernels that launching them one by
 one takes longer than the kernels."""
 
+import functools
 import gc
 import sys
 from collections.abc import Callable
@@ -12,27 +13,29 @@ from torch import Tensor
 EAGER_CALLS = 3  # before a capture: they compile, load kernels and create the optimizer's state
 
 
-def captured(function: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The function as a CUDA graph, after `calls` calls on another stream; and the results that the
-    graph overwrites at each replay."""
-    beside(function, calls)
+@functools.cache
+def side_stream() -> torch.cuda.Stream:
+    """Of all captures and of the calls before them, so that these share their memory."""
+    return torch.cuda.Stream()
+
+
+def beside(function: Callable[[], Any]) -> Any:
+    """Calls the function on the side stream, which the current stream waits for."""
+    side_stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream()):
+        results = function()
+    torch.cuda.current_stream().wait_stream(side_stream())
+    return results
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The function as a CUDA graph, and the results that the graph overwrites at each replay. The
+    function must have been called EAGER_CALLS times."""
     gc.collect()  # graphs of earlier runs may be parts of reference cycles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side_stream()):
         results = function()
     return graph, results
-
-
-def beside(function: Callable[[], Any], calls: int = 1) -> Any:
-    """Calls the function on another stream than the current one, which waits for it."""
-    results = None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(calls):
-            results = function()
-    torch.cuda.current_stream().wait_stream(stream)
-    return results
 
 
 class Replayed:
@@ -72,7 +75,7 @@ class Replayed:
     def _capture(self, inputs: tuple[Tensor, ...]) -> bool:
         held = tuple(x.clone() for x in inputs)
         try:
-            self._graph, self._results = captured(lambda: self._function(*held), 0)
+            self._graph, self._results = captured(lambda: self._function(*held))
         except RuntimeError as error:
             self._wanted = False
             reason = str(error).splitlines()[0]

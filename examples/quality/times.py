@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from quality.graphs import EAGER_CALLS, captured
+from quality.graphs import EAGER_CALLS, beside, captured
 from quality.model import Model, Rule
 
 ROUNDS, REPLAYS = 9, 10
@@ -32,7 +32,11 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 def in_turn(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
     """Median milliseconds of each step."""
-    graphs = {name: captured(step, EAGER_CALLS)[0] for name, step in steps.items()}
+    graphs = {}
+    for name, step in steps.items():
+        for _ in range(EAGER_CALLS):
+            beside(step)
+        graphs[name] = captured(step)[0]
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
