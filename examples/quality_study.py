@@ -193,6 +193,8 @@ def run_studies(argv: list[str]) -> int:
     own = options(argv)
     jobs = plan(own)
     device = choose(own.device).name
+    if "times" in own.studies and device != "cuda":
+        raise UserError(f"times cannot be measured on device {device}; they need cuda")
     out, folder = Path(own.out), Path(own.text)
     tokens = read_meta(folder)["tokens"]
     claim(out, MARKER)

@@ -276,10 +276,18 @@ def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     before = (out / "runs.jsonl").read_bytes()
     assert quality_study.run_studies(given) == 0
     assert (out / "runs.jsonl").read_bytes() == before  # nothing was trained again
+    spread = ["rounding", "spread", *given[2:], "--seeds", "2"]
+    assert quality_study.run_studies(spread) == 0
+    assert "| qwen3 tiny | nothing | 2 |" in (out / "quality-spread.md").read_text()
     assert quality_study.run_studies([*given, "--seeds", "2", "--limit", "1"]) == 3
-    assert "7 of 15 runs are left" in capsys.readouterr().out
+    assert "5 of 15 runs are left" in capsys.readouterr().out
     with pytest.raises(UserError, match="with other settings; choose another --out"):
         quality_study.run_studies([*given, "--lr", "0.1"])
+
+
+def test_times_need_a_gpu(parts, tmp_path):
+    with pytest.raises(UserError, match="times cannot be measured on device cpu"):
+        quality_study.run_studies(["times", "--text", str(parts), "--out", str(tmp_path), *TINY])
 
 
 def test_a_failed_run_leaves_the_others(parts, tmp_path, capsys):
