@@ -14,10 +14,10 @@ times: the time of a step with and without rounding, of wider models after a few
 finetune: the model of docs/fp8.md is trained on sources and then fine-tuned on documentation: all
 weights, the experts, or factors (LoRA) on experts in bf16, NF4 and MXFP4.
 
-Each GPU trains --per-gpu runs at a time: the host limits one run's steps. A record is appended to
-OUT/runs.jsonl after every run, and runs that are recorded there are not repeated: the same command
-continues. Runs that do not fit into --limit seconds are left out. OUT/quality.json, quality-*.md
-and quality-*.png show what there is.
+A step is one CUDA graph, except with stochastic rounding. Each GPU trains --per-gpu runs at a time:
+more than one makes the times useless. A record is appended to OUT/runs.jsonl after every run, and
+runs that are recorded there are not repeated: the same command continues. Runs that do not fit into
+--limit seconds are left out. OUT/quality.json, quality-*.md and quality-*.png show what there is.
 Exit codes: 0 done, 1 a run failed, 2 bad input, 3 --limit came before the end, 130 interrupted.
 """
 
