@@ -38,6 +38,13 @@ def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, results
 
 
+def leave_capture() -> None:
+    """After a failed capture torch's generator still refuses to draw outside of one: it gets a new
+    state, as after torch.manual_seed()."""
+    state = torch.Generator("cuda").graphsafe_get_state()
+    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(state)
+
+
 class Replayed:
     """A function of tensors whose shapes do not change. Its first calls are eager. Then it is
     captured, and each call replays the graph; the results of a call last until the next one.
@@ -78,6 +85,7 @@ class Replayed:
             self._graph, self._results = captured(lambda: self._function(*held))
         except RuntimeError as error:
             self._wanted = False
+            leave_capture()
             reason = str(error).splitlines()[0]
             print(f"a step is not captured as a CUDA graph: {reason}", file=sys.stderr, flush=True)
             return False

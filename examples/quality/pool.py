@@ -39,13 +39,15 @@ class Task:
 
 def kind(job: Job) -> tuple:
     """Runs of one kind take as long as each other."""
-    return job.study, job.architecture, job.size, job.ratio, job.mode, job.tokens
+    return job.study, job.architecture, job.ratio, job.mode, job.size, job.tokens
 
 
 def expected(job: Job, seen: dict[tuple, float]) -> float:
-    """Seconds that a run takes: those of the last run of its kind, or of the shortest run; 0 if
-    none was seen."""
-    return seen.get(kind(job), min(seen.values(), default=0.0)) * SLOWER
+    """Seconds that a run takes: those of the last run of its kind, or of the shortest run of the
+    same size and length; 0 if none was seen."""
+    own = job.size, job.tokens
+    alike = (seconds for of, seconds in seen.items() if of[-2:] == own)
+    return seen.get(kind(job), min(alike, default=0.0)) * SLOWER
 
 
 def await_pretrained(job: Job, place: train.Place, failed: Event) -> bool:

@@ -121,7 +121,7 @@ class Run:
         return self.place.graph and self.place.device.type == "cuda" and not stochastic
 
     def forget_graphs(self) -> None:
-        """After the model's parameters were replaced by others."""
+        """After the model's parameters were replaced by others, or to have their memory."""
         self._evaluations.clear()
 
     def evaluate(self, windows: int, rule: Rule | None) -> float:
@@ -264,6 +264,7 @@ def train(job: Job, place: Place) -> dict[str, Any]:
 def timed(run: Run) -> dict[str, Any]:
     """The times of a step, or why there are none: the record of the run is kept."""
     batch = SIZES[run.job.size].batch
+    run.forget_graphs()
     try:
         found = times.measure(run.model, run.optimizer, run.rule, run.windows.batch(0, batch))
     except RuntimeError as error:

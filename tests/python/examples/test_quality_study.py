@@ -11,7 +11,7 @@ import quality_study
 import torch
 from cuda_support import needs_cuda
 from lm.errors import UserError
-from quality import report, text, times, train
+from quality import pool, report, text, times, train
 from quality.graphs import EAGER_CALLS, Replayed
 from quality.model import EAGER, Model, Rule, changed_rows
 from quality.settings import ARCHITECTURES, SIZES, Job
@@ -134,6 +134,7 @@ def test_a_function_that_cannot_be_captured_stays_eager(capfd):
     double = Replayed(lambda x: 2 * x if x.sum().item() else x, True)  # .item() waits: no graph
     assert [double(x).sum().item() for _ in range(6)] == [4.0] * 6
     assert "is not captured as a CUDA graph" in capfd.readouterr().err and double.settled
+    assert torch.randn(8, device="cuda").unique().numel() > 1  # the generator draws again
 
 
 def test_stochastic_rounding_and_the_cpu_have_no_graphs(parts, tmp_path):
@@ -283,6 +284,16 @@ def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     assert "5 of 15 runs are left" in capsys.readouterr().out
     with pytest.raises(UserError, match="with other settings; choose another --out"):
         quality_study.run_studies([*given, "--lr", "0.1"])
+
+
+def test_the_time_of_a_run_is_expected_from_runs_of_its_length():
+    job = Job("rounding", "olmoe", "tiny", 0, 6144, 1e-3)
+    seen = {pool.kind(replace(job, study="times", size="wide")): 1.0}
+    assert pool.expected(job, seen) == 0
+    seen |= {pool.kind(replace(job, architecture="qwen3")): 10.0}
+    assert pool.expected(job, seen) == pytest.approx(10 * pool.SLOWER)
+    seen |= {pool.kind(job): 20.0}
+    assert pool.expected(job, seen) == pytest.approx(20 * pool.SLOWER)
 
 
 def test_times_need_a_gpu(parts, tmp_path):
