@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quality.graphs import EAGER_CALLS, beside, captured
@@ -50,24 +51,38 @@ def short_name(kernel: str) -> str:
     return re.split("[<(]", plain, maxsplit=1)[0].split("::")[-1].strip()
 
 
+def busy(spans: list[tuple[str, float, float]]) -> dict[str, list[float]]:
+    """[launches, microseconds] by name, longest first, of spans (name, begin, end) of one stream.
+
+    A kernel may begin before the previous one has ended, to wait for it: that time counts for the
+    previous one alone, so that the sum is the time in which any of them ran.
+    """
+    found: dict[str, list[float]] = {}
+    reached = 0.0
+    for name, begin, end in sorted(spans, key=lambda span: span[1:]):
+        row = found.setdefault(name, [0, 0.0])
+        row[0] += 1
+        row[1] += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
 def kernels(step: Callable[[], None]) -> dict[str, Any]:
     """experts_ms: milliseconds of this library's kernels, routing and rounding included; kernels:
-    [launches, microseconds] of the kernels by name, the library's as smoe::name."""
+    busy() by short name, the library's as smoe::name."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    experts = 0.0
-    for event in seen.key_averages():
-        ours = EXPERTS.search(event.key) is not None
-        row = found.setdefault("smoe::" * ours + short_name(event.key), [0, 0.0])
-        row[0] += event.count
-        row[1] += event.self_device_time_total
-        experts += ours * event.self_device_time_total
-    listed = sorted(found.items(), key=lambda item: -item[1][1])
-    listed = [(name, [n, round(us, 1)]) for name, (n, us) in listed if us >= LEAST_US]
-    return {"experts_ms": round(experts / 1e3, 4), "kernels": dict(listed)}
+    spans = []
+    for event in seen.events():
+        if event.device_type == DeviceType.CUDA:
+            name = "smoe::" * bool(EXPERTS.search(event.name)) + short_name(event.name)
+            spans.append((name, event.time_range.start, event.time_range.end))
+    found = busy(spans)
+    experts = sum(us for name, (_, us) in found.items() if name.startswith("smoe::"))
+    listed = {name: [n, round(us, 1)] for name, (n, us) in found.items() if us >= LEAST_US}
+    return {"experts_ms": round(experts / 1e3, 4), "kernels": listed}
 
 
 def measure(

@@ -249,6 +249,11 @@ def test_the_spread_names_what_differs():
     ]
 
 
+def test_kernels_that_overlap_are_counted_once():
+    spans = [("b", 5, 12), ("a", 0, 10), ("a", 20, 21), ("c", 6, 9)]
+    assert times.busy(spans) == {"a": [2, 11], "b": [1, 2], "c": [1, 0]}
+
+
 def test_the_names_of_kernels_are_short():
     name = "void smoe::cuda::(anonymous namespace)::rank_tokens<smoe::Row<4>, int>(Route, Scratch)"
     assert times.short_name(name) == "rank_tokens"
