@@ -9,6 +9,7 @@
 #include "device_scope.h"
 #include "layer.h"
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "views.h"
 
 namespace sonicmoe_torch {
@@ -53,20 +54,31 @@ inline LoraCall lora_call_of(Layer& a, const Factors& f) {
   return c;
 }
 
-using LoraInferenceCall = Joined<Layer, Factors, Fp8Argument>;
+/// What a call multiplies instead of the layer's weights, if anything.
+struct OtherWeights {
+  sonicmoe::Buffer fp8{};
+  const sonicmoe::PackedLayer* packed = nullptr;
+};
 
-inline Array lora_inference(LoraInferenceCall& a) {
-  const DeviceScope device(a.x);
-  const LoraCall c = lora_call_of(a, a);
+inline sonicmoe::ForwardArgs forward_args(const LoraCall& c, const OtherWeights& other,
+                                          const Array& out, const Scratch& scratch) {
   const Call& l = c.layer;
-  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kInference, device.exec());
+  return {l.x, l.routing, l.weights, view(out, "out"), {}, {}, scratch.buffer(), other.fp8, c.lora};
+}
+
+inline void run_forward(const sonicmoe::Problem& problem, const sonicmoe::ForwardArgs& args,
+                        const OtherWeights& other, const sonicmoe::Exec& exec) {
+  other.packed == nullptr ? sonicmoe::moe_forward(problem, args, exec)
+                          : sonicmoe::moe_forward(problem, args, *other.packed, exec);
+}
+
+inline Array infer(const Layer& a, const LoraCall& c, const OtherWeights& other,
+                   const sonicmoe::Exec& exec) {
+  const sonicmoe::Problem& problem = c.layer.problem;
+  const auto sizes = sonicmoe::moe_sizes(problem, sonicmoe::Pass::kInference, exec);
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  const QuantisedWeights fp8(l, a.fp8_weights, a.x, device.exec());
-  sonicmoe::moe_forward(
-      l.problem,
-      {l.x, l.routing, l.weights, view(out, "out"), {}, {}, scratch.buffer(), fp8.buffer(), c.lora},
-      device.exec());
+  run_forward(problem, forward_args(c, other, out, scratch), other, exec);
   return out;
 }
 
@@ -76,21 +88,37 @@ inline std::int64_t lora_saved_bytes(const sonicmoe::Problem& p) {
   return saved_capacity(p) + inner * sonicmoe::dtype_bytes(p.dtype);
 }
 
+/// The output, H and metadata.
+inline std::tuple<Array, Array, Array> forward_to_keep(const Layer& a, const LoraCall& c,
+                                                       const OtherWeights& other,
+                                                       const sonicmoe::Exec& exec) {
+  const sonicmoe::Problem& problem = c.layer.problem;
+  const auto sizes = sonicmoe::moe_sizes(problem, sonicmoe::Pass::kForward, exec);
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  Array h = new_kept_h(a.x, problem, sizes.h_bytes);
+  Array saved = new_bytes(a.x, lora_saved_bytes(problem));
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  auto args = forward_args(c, other, out, scratch);
+  args.h = lend(h);
+  args.saved = lend(saved);
+  run_forward(problem, args, other, exec);
+  return {out, h, saved};
+}
+
+using LoraInferenceCall = Joined<Layer, Factors, Fp8Argument>;
+
+inline Array lora_inference(LoraInferenceCall& a) {
+  const DeviceScope device(a.x);
+  const LoraCall c = lora_call_of(a, a);
+  const QuantisedWeights fp8(c.layer, a.fp8_weights, a.x, device.exec());
+  return infer(a, c, {fp8.buffer()}, device.exec());
+}
+
 inline std::tuple<Array, Array, Array> lora_forward(LoraInferenceCall& a) {
   const DeviceScope device(a.x);
   const LoraCall c = lora_call_of(a, a);
-  const Call& l = c.layer;
-  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kForward, device.exec());
-  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  Array h = new_kept_h(a.x, l.problem, sizes.h_bytes);
-  Array saved = new_bytes(a.x, lora_saved_bytes(l.problem));
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  const QuantisedWeights fp8(l, a.fp8_weights, a.x, device.exec());
-  sonicmoe::moe_forward(l.problem,
-                        {l.x, l.routing, l.weights, view(out, "out"), lend(h), lend(saved),
-                         scratch.buffer(), fp8.buffer(), c.lora},
-                        device.exec());
-  return {out, h, saved};
+  const QuantisedWeights fp8(c.layer, a.fp8_weights, a.x, device.exec());
+  return forward_to_keep(a, c, {fp8.buffer()}, device.exec());
 }
 
 using LoraBackwardCall = Joined<BackwardCall, Factors, Fp8Argument>;
@@ -119,25 +147,40 @@ inline std::tuple<Array, Array, Array, Array> all_or_nothing(const Factors& f, c
           or_nothing(f.down_b, like)};
 }
 
+/// The gradients of a layer with frozen weights, as far as they are wanted.
+struct FrozenGradients {
+  MaybeArray dx, dweights, db_up, db_down;
+  Factors factors;
+};
+
+inline FrozenGradients frozen_gradients(BackwardCall& a, const Factors& f, const LoraCall& c,
+                                        const OtherWeights& other, const sonicmoe::Exec& exec) {
+  const sonicmoe::Problem& problem = c.layer.problem;
+  FrozenGradients d{gradient_of_x(a), gradient_of(a, At::weights, a.weights),
+                    gradient_of(a, At::b_up, a.b_up), gradient_of(a, At::b_down, a.b_down),
+                    gradients_of(a.needs, f)};
+  auto args = backward_args(a, c.layer, weights_of(a, {}, {}, {}, d.db_up, d.db_down), d.dx,
+                            d.dweights, sonicmoe::GradMode::kWrite);
+  args.fp8_weights = other.fp8;
+  args.lora = c.lora;
+  args.lora_grads = lora_of(a, d.factors);
+  const auto sizes = sonicmoe::moe_sizes(problem, sonicmoe::Pass::kBackward, exec);
+  expect_kept(a, sizes.h_bytes, lora_saved_bytes(problem));
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  args.scratch = scratch.buffer();
+  other.packed == nullptr ? sonicmoe::moe_backward(problem, args, exec)
+                          : sonicmoe::moe_backward(problem, args, *other.packed, exec);
+  return d;
+}
+
 /// The gradients of x, the routing weights, up_a, up_b, down_a and down_b.
 inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBackwardCall& a) {
   const DeviceScope device(a.x);
   const LoraCall c = lora_call_of(a, a);
-  const MaybeArray dx = gradient_of_x(a);
-  const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
-  const Factors grads = gradients_of(a.needs, a);
   const QuantisedWeights fp8(c.layer, a.fp8_weights, a.x, device.exec());
-  auto args = backward_args(a, c.layer, {}, dx, dweights, sonicmoe::GradMode::kWrite);
-  args.fp8_weights = fp8.buffer();
-  args.lora = c.lora;
-  args.lora_grads = lora_of(a, grads);
-  const auto sizes = sonicmoe::moe_sizes(c.layer.problem, sonicmoe::Pass::kBackward, device.exec());
-  expect_kept(a, sizes.h_bytes, lora_saved_bytes(c.layer.problem));
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  args.scratch = scratch.buffer();
-  sonicmoe::moe_backward(c.layer.problem, args, device.exec());
-  return std::tuple_cat(std::tuple(or_nothing(dx, a.x), or_nothing(dweights, a.x)),
-                        all_or_nothing(grads, a.x));
+  const FrozenGradients d = frozen_gradients(a, a, c, {fp8.buffer()}, device.exec());
+  return std::tuple_cat(std::tuple(or_nothing(d.dx, a.x), or_nothing(d.dweights, a.x)),
+                        all_or_nothing(d.factors, a.x));
 }
 
 }  // namespace sonicmoe_torch

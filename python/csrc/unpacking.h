@@ -62,38 +62,13 @@ inline PackedLayerCall packed_call_of(Layer& a, const Factors& f, const PackedOp
 inline Array unpacking_inference(UnpackingCall& a) {
   const DeviceScope device(a.x);
   const PackedLayerCall c = packed_call_of(a, a, a);
-  const Call& l = c.call.layer;
-  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kInference, device.exec());
-  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  sonicmoe::moe_forward(
-      l.problem,
-      {l.x, l.routing, l.weights, view(out, "out"), {}, {}, scratch.buffer(), {}, c.call.lora},
-      c.packed, device.exec());
-  return out;
+  return infer(a, c.call, {{}, &c.packed}, device.exec());
 }
 
 inline std::tuple<Array, Array, Array> unpacking_forward(UnpackingCall& a) {
   const DeviceScope device(a.x);
   const PackedLayerCall c = packed_call_of(a, a, a);
-  const Call& l = c.call.layer;
-  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kForward, device.exec());
-  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  Array h = new_kept_h(a.x, l.problem, sizes.h_bytes);
-  Array saved = new_bytes(a.x, lora_saved_bytes(l.problem));
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  sonicmoe::moe_forward(l.problem,
-                        {l.x,
-                         l.routing,
-                         l.weights,
-                         view(out, "out"),
-                         lend(h),
-                         lend(saved),
-                         scratch.buffer(),
-                         {},
-                         c.call.lora},
-                        c.packed, device.exec());
-  return {out, h, saved};
+  return forward_to_keep(a, c.call, {{}, &c.packed}, device.exec());
 }
 
 using UnpackingBackwardCall = Joined<BackwardCall, Factors, PackedOperands>;
@@ -103,24 +78,10 @@ inline std::tuple<Array, Array, Array, Array, Array, Array, Array, Array> unpack
     UnpackingBackwardCall& a) {
   const DeviceScope device(a.x);
   const PackedLayerCall c = packed_call_of(a, a, a);
-  const sonicmoe::Problem& problem = c.call.layer.problem;
-  const MaybeArray dx = gradient_of_x(a);
-  const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
-  const MaybeArray db_up = gradient_of(a, At::b_up, a.b_up);
-  const MaybeArray db_down = gradient_of(a, At::b_down, a.b_down);
-  const Factors grads = gradients_of(a.needs, a);
-  auto args = backward_args(a, c.call.layer, weights_of(a, {}, {}, {}, db_up, db_down), dx,
-                            dweights, sonicmoe::GradMode::kWrite);
-  args.lora = c.call.lora;
-  args.lora_grads = lora_of(a, grads);
-  const auto sizes = sonicmoe::moe_sizes(problem, sonicmoe::Pass::kBackward, device.exec());
-  expect_kept(a, sizes.h_bytes, lora_saved_bytes(problem));
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  args.scratch = scratch.buffer();
-  sonicmoe::moe_backward(problem, args, c.packed, device.exec());
-  return {or_nothing(dx, a.x),           or_nothing(dweights, a.x),    or_nothing(db_up, a.x),
-          or_nothing(db_down, a.x),      or_nothing(grads.up_a, a.x),  or_nothing(grads.up_b, a.x),
-          or_nothing(grads.down_a, a.x), or_nothing(grads.down_b, a.x)};
+  const FrozenGradients d = frozen_gradients(a, a, c.call, {{}, &c.packed}, device.exec());
+  return std::tuple_cat(std::tuple(or_nothing(d.dx, a.x), or_nothing(d.dweights, a.x),
+                                   or_nothing(d.db_up, a.x), or_nothing(d.db_down, a.x)),
+                        all_or_nothing(d.factors, a.x));
 }
 
 }  // namespace sonicmoe_torch
