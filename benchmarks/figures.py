@@ -42,6 +42,7 @@ MADE_BY = {
     "study/fp8_scales": "benchmarks/fp8_scales.py",
     "h200/finetune": "benchmarks/finetune.py",
     "h100/training": "benchmarks/training.py",
+    "h200/training": "benchmarks/training.py on four GPUs",
     "h100/training_curves": "benchmarks/training.py",
     "h200/ep2": "benchmarks/ep2.py on two GPUs",
     "h200/scaling": "benchmarks/scaling.py on four or eight GPUs",
@@ -99,6 +100,7 @@ TABLES = {
     "docs/pytorch.md": {"host-calls": (layers.host_calls, "h200/host_cost")},
     "docs/finetune.md": {
         "finetune-models": (finetune.models, "h200/finetune"),
+        "finetune-trace": (finetune.trace, "h200/finetune"),
         "finetune-layers": (finetune.layers, "h200/finetune"),
         "finetune-packed": (finetune.packed, "h200/finetune"),
         "quality-finetune": (quality("finetune"), "study/quality"),

@@ -73,13 +73,47 @@ def models(record):
         if beside:
             rival = f"{beside['peak_gib']}, {beside['tokens_per_s']}"
             times = f"{row['tokens_per_s'] / beside['tokens_per_s']:.2f}"
-        kind = f"{row['factors']}, {row['optim']}"
+        kind = f"{row['factors']}, {row['optim'].replace('_', ' ')}"
+        kind += ", compiled" if row.get("compiled") else ""
         cells = [row["model"], row["weights"], row["rank"], kind, row["sequence"]]
         cells.append(row["cap_gib"] or "-")
         rows.append([*cells, row["peak_gib"], row["tokens_per_s"], rival, times])
     later = {row["commit"] for row in record["models"] if "commit" in row}
     note = f" The rows of {', '.join(sorted(later))} are later." if later else ""
     return f"{grid(columns, rows, words=2)}\n\n{source(record)}{note}"
+
+
+PHASES = ("forward", "recomputed", "backward")
+
+
+def trace(record):
+    """Where the time of a step goes, of the last traced row."""
+    row = next((row for row in reversed(record["models"]) if "trace" in row), None)
+    if row is None:
+        return "Not measured yet."
+    columns = ["ms of the GPU", *PHASES, "all"]
+    lines = {part: [] for part in sorted(row["trace"]["parts"])}
+    beside = row.get("beside", {}).get("trace")
+    for part in lines:
+        times = row["trace"]["parts"][part]
+        lines[part] = [*(times.get(phase, 0.0) for phase in PHASES), sum(times.values())]
+        if beside:
+            lines[part].append(sum(beside["parts"].get(part, {}).values()))
+    rows = [
+        [part, *(f"{value:.1f}" for value in values)]
+        for part, values in sorted(lines.items(), key=lambda item: -item[1][3])
+    ]
+    columns += ["all, transformers' experts"] if beside else []
+    for name, of in (
+        ("GPU busy", lambda run: run["trace"]["busy_ms"]),
+        ("step without the profiler", lambda run: run["step_ms"]),
+    ):
+        cells = [f"{of(row):.1f}", *([f"{of(row['beside']):.1f}"] if beside else [])]
+        rows.append([name, "", "", "", *cells])
+    kind = f"{row['model']}, {row['weights']}" + (", compiled" if row["compiled"] else "")
+    kernels = f"{row['trace']['kernels']:,} kernels"
+    kernels += f", with transformers' experts {beside['kernels']:,}" if beside else ""
+    return f"{grid(columns, rows)}\n\n{kind}, {kernels}. {row['card']}, commit {row['commit']}."
 
 
 def sentence(record):
