@@ -9,7 +9,7 @@ from torch import nn
 for package in ("transformers", "accelerate", "peft"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 from lm.errors import UserError  # noqa: E402
-from tune import settings, trace  # noqa: E402
+from tune import model, settings, trace  # noqa: E402
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -90,6 +90,34 @@ def test_parts_are_known_by_the_names_of_transformers(path, part):
 def test_steps_must_be_enough():
     with pytest.raises(UserError, match="steps is 3; with --trace it must be at least 4"):
         settings.parse(["--config", "small", "--trace", "--steps", "3"])
+
+
+def gradients(compiled):
+    """Of all factors, in fp32; B is not 0."""
+    s = settings.parse(["--config", "small", "--device", "cpu", "--rank", "4"])
+    net = model.add_factors(model.build(s), s).train()
+    torch.manual_seed(1)
+    for name, parameter in net.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    if compiled:
+        model.compile_parts(net)
+        own = {p.rpartition(".")[2] for p, m in net.named_modules() if m._compiled_call_impl}
+        norms = {"norm", "input_layernorm", "post_attention_layernorm"}
+        assert own == {"self_attn", "gate"} | norms
+    net.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(3))
+    net(input_ids=ids, labels=ids).loss.backward()
+    return [p.grad for p in net.parameters() if p.requires_grad]
+
+
+def test_compiled_parts_change_no_gradient(monkeypatch):
+    compile_of = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda m, **given: compile_of(m, backend="aot_eager", **given)
+    )
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 @needs_cuda
