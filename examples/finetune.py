@@ -136,6 +136,10 @@ def prepare(s: Settings, report: dict[str, Any]):
     return net
 
 
+def write_report(out: Path, report: dict[str, Any]) -> None:
+    write_file(out / "report.json", json.dumps(report, indent=1).encode())
+
+
 def finetune(s: Settings, stdout: TextIO) -> int:
     prepare_device(s)
     packed.limit_buffers(s.unpack_mib * 2**20 or None)
@@ -169,12 +173,13 @@ def finetune(s: Settings, stdout: TextIO) -> int:
             "losses": [entry["loss"] for entry in losses],
         }
         if s.beside:
+            write_report(out, report)  # is kept if the rival fails
             run.free_optimizer(trainer)
             report["beside"] = run.beside(net, s, rows, stop)
     if s.merge:
         model.merge(net, out / "merged")
     write_file(out / "loss.png", plot(losses, [(0, before), (s.steps, after)]))
-    write_file(out / "report.json", json.dumps(report, indent=1).encode())
+    write_report(out, report)
     print(f"held out: {before:.3f} to {after:.3f}; {out / 'adapter'}, {out / 'loss.png'}")
     if s.json:
         stdout.write(json.dumps(report, indent=1) + "\n")
