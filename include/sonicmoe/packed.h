@@ -5,7 +5,8 @@
 // - unpack_weights() before a pass, into memory that all layers may share, then moe_forward() and
 //   moe_backward();
 // - on CUDA, moe_forward() and moe_backward() with a PackedLayer. These unpack a few experts at a
-//   time, so they need less memory, but they unpack every operand in every pass.
+//   time, so they need less memory, but they unpack every operand in every pass. The portable
+//   engine unpacks kNF4 and kMXFP4 to bf16 inside its products instead.
 //
 // Element (e, r, c) of the unpacked tensor (E, rows, columns) is value(code) * scale, multiplied in
 // fp32 and rounded once to the dtype of `out`. i = (e * rows + r) * columns + c below.
@@ -81,10 +82,10 @@ struct PackedLayer {
 ///
 /// gate and up of args.weights are memory for 1 <= E' <= E experts, (E', n, d), and down for as
 /// many or another number, (E', d, n). Each describes where unpack_weights() puts these elements in
-/// a contiguous tensor (E', rows, columns) at a multiple of 16 bytes. The call unpacks E' experts
-/// at a time there, and leaves the memory with any contents. gate and up may share the memory of
-/// down; no other argument may. fp8_weights and the gradients of gate, up and down must be empty,
-/// and Problem::precision kTensors.
+/// a contiguous tensor (E', rows, columns) at a multiple of 16 bytes. The call may unpack E'
+/// experts at a time there, and leaves the memory with any contents. gate and up may share the
+/// memory of down; no other argument may. fp8_weights and the gradients of gate, up and down must
+/// be empty, and Problem::precision kTensors.
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const PackedLayer& packed, const Exec& exec = {});
 SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,

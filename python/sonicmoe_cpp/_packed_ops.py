@@ -82,8 +82,9 @@ def release_buffers() -> None:
 def limit_buffers(most: int | None) -> None:
     """Lets later calls on a GPU unpack at most so many bytes at a time, but at least one expert. A
     layer whose two weights take more is computed a few experts at a time, with the same bits, and
-    its backward unpacks again. None: no limit, as at first. Calls with precision="fp8" and calls on
-    the CPU ignore it. Frees the memory of earlier calls."""
+    its backward unpacks again; the portable engine then unpacks NF4 and MXFP4 to bf16 inside its
+    products. None: no limit, as at first. Calls with precision="fp8" and calls on the CPU ignore
+    it. Frees the memory of earlier calls."""
     global _limit
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ValueError(f"most is {most!r}, must be a number of bytes from 1 on, or None")

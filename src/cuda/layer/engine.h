@@ -78,6 +78,11 @@ struct Engine {
   const Quantizers* quantizers = nullptr;
   /// Whether gathered row products take RowOperand::arrivals.
   bool awaits_rows = false;
+  /// Launches a product of packed weights that unpacks them itself, without memory for unpacked
+  /// ones; false if the engine has no such product for this device, format, dtype or order. Null:
+  /// it has none. The layer then unpacks some experts at a time.
+  bool (*multiply_packed_rows)(const Device& device, const PackedProduct& work,
+                               cudaStream_t stream) = nullptr;
 
   /// Number of partial dot products of a row in ActivateGrad.
   std::int32_t score_tiles(const Problem& problem) const {

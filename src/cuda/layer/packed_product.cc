@@ -39,12 +39,18 @@ RowProduct product_of(const RowProduct& whole, const ExpertRange& range, const M
 
 }  // namespace
 
+void* unpacked_memory(const WeightOperand& weights) {
+  void* first = weights.first.data;
+  void* second = weights.second.data;
+  return second == nullptr ? first : std::min(first, second);
+}
+
 void multiply_packed(const Device& device, const PackedProduct& work, cudaStream_t stream) {
+  const auto unpacking = device.engine->multiply_packed_rows;
+  if (unpacking != nullptr && unpacking(device, work, stream)) return;
   const RowProduct& whole = work.product;
   const Tensor& first = whole.weights.first;
-  const Tensor& second = whole.weights.second;
-  // gate and up are views of one tensor.
-  void* memory = second.data == nullptr ? first.data : std::min(first.data, second.data);
+  void* memory = unpacked_memory(whole.weights);
   Metadata lists = *whole.groups.lists;
   lists.records = work.lists.records;
   lists.record_count = work.lists.record_count;

@@ -1,5 +1,6 @@
-// Row products with packed weights. Memory holds the unpacked weights of some experts only, so a
-// product is computed for one range of experts after the other. Rows of different experts have
+// Row products with packed weights. An engine may unpack them inside the product. Otherwise memory
+// holds the unpacked weights of some experts only, and a product is computed for one range of
+// experts after the other. Rows of different experts have
 // nothing in common, so the bits are those of one product with all unpacked weights.
 #pragma once
 
@@ -21,7 +22,11 @@ struct PackedProduct {
   RangeLists lists;
 };
 
-/// Unpacks and multiplies range by range. Nothing overlaps: hints about the start are ignored.
+/// The memory of a PackedProduct's weights: gate and up are views of one tensor.
+void* unpacked_memory(const WeightOperand& weights);
+
+/// Lets the engine unpack inside the product if it can. Otherwise unpacks and multiplies range by
+/// range. Nothing overlaps: hints about the start are ignored.
 void multiply_packed(const Device& device, const PackedProduct& work, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda

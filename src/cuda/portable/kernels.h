@@ -21,6 +21,11 @@ enum class GatheredSide { kLeft, kRight };
 const void* store_kernel(const Variant& variant, Major major);
 const void* activate_kernel(const Variant& variant, Major major);
 const void* activate_grad_kernel(const Variant& variant, Major major);
+/// The same with packed weights, in bf16 and kPackedShape. Activate has K-major weights only,
+/// ActivateGrad others only.
+const void* packed_store_kernel(Major major);
+const void* packed_activate_kernel();
+const void* packed_activate_grad_kernel();
 /// Depth products.
 const void* store_expert_kernel(const Variant& variant, GatheredSide side);
 

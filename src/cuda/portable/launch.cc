@@ -27,8 +27,9 @@ std::shared_ptr<void> open(int ordinal) {
   }
   const int of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   const int reserved = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  return std::make_shared<State>(
-      State{*depth, narrow_depth_for(capability, of_multiprocessor, reserved)});
+  return std::make_shared<State>(State{*depth,
+                                       narrow_depth_for(capability, of_multiprocessor, reserved),
+                                       is_compiled(kPackedShape, capability)});
 }
 
 const State& state_of(const Device& device) {

@@ -14,6 +14,7 @@ namespace sonicmoe::cuda::portable {
 struct State {
   Depth depth;                        ///< of a stage of the wide tile, as depth_for() chose it
   std::optional<Depth> narrow_depth;  ///< of the narrow tile, as narrow_depth_for() chose it
+  bool unpacks;                       ///< whether the code has the products of packed weights
 };
 
 std::shared_ptr<void> open(int ordinal);

@@ -51,6 +51,38 @@ struct RowTilesParams {
   Rows inner;            ///< rows of the low-rank term, in expert order
 };
 
+/// How the scale of packed weights is stored.
+enum class ScaleKind : std::int32_t {
+  kFloat,     ///< fp32
+  kExponent,  ///< E8M0
+  kNested,    ///< a byte, index of a map of fp32
+};
+
+/// Packed weights whose codes have 4 bits; 16 bytes of codes share a scale
+/// (producers/packed_line.cuh).
+struct PackedCodes {
+  const std::uint8_t* codes;
+  const void* scales;
+  const float* nested_map;
+  const float* nested_scales;
+  const float* nested_offset;
+  float values[16];  ///< of the codes
+  /// Which digits of 16 bits of codes are elements 0 and 1, and 2 and 3, as an operand of
+  /// ptx::select_bytes().
+  std::uint32_t order[2];
+  /// 0x32103210. As an argument it is in a register, and an instruction is saved, which can have
+  /// one constant only.
+  std::uint32_t digits;
+  std::int32_t block_shift;  ///< log2 of a block's elements / 32
+  ScaleKind scale;
+};
+
+/// The tiles of a row product with packed weights: weights[0] and [1] are codes, and their strides
+/// bytes of codes.
+struct PackedTilesParams : RowTilesParams {
+  PackedCodes codes;
+};
+
 /// The tiles of a depth product: for each expert, left^T right, summed over its rows.
 struct DepthTilesParams {
   const ExpertRecord* longest_first;  ///< null: experts in their own order

@@ -33,6 +33,7 @@ const Engine kPortableEngine = {
     .multiply_depth = &portable::multiply_depth,
     .choices = portable::kChoices,
     .describe = &describe,
+    .multiply_packed_rows = &portable::multiply_packed_rows,
 };
 
 }  // namespace sonicmoe::cuda

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/packed_values.h"
 #include "cuda/portable/choices.h"
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.h"
@@ -115,22 +116,121 @@ const void* kernel_of(const ActivateGrad&, const Variant& variant, Major major) 
   return activate_grad_kernel(variant, major);
 }
 
+/// Launches a kernel whose tiles are complete but for the distances between a CTA's tiles.
+template <class Tiles, class Epilogue>
+void launch_rows(const Device& device, const RowProduct& product, const Launch& kernel,
+                 ProductParams<Tiles, Epilogue> params, cudaStream_t stream) {
+  RowTilesParams& tiles = params.tiles;
+  const std::int32_t ctas =
+      ctas_of(device, kernel.shape, product.groups.most_tiles(tiles.column_tiles));
+  tiles.records_apart = ctas / tiles.column_tiles;
+  tiles.column_tiles_apart = ctas % tiles.column_tiles;
+  run({kernel.kernel, kernel.shape, ctas}, &params, stream);
+}
+
+// Packed weights.
+
+const void* packed_kernel_of(const StoreOutput&, Major major) { return packed_store_kernel(major); }
+const void* packed_kernel_of(const Activate&, Major major) {
+  return major == Major::kK ? packed_activate_kernel() : nullptr;
+}
+const void* packed_kernel_of(const ActivateGrad&, Major major) {
+  return major == Major::kMN ? packed_activate_grad_kernel() : nullptr;
+}
+
+constexpr std::int64_t kPackedElements = 32;  ///< that a thread unpacks at a time
+
+/// Whether each run of kPackedElements along the contiguous dimension is one in the packed tensor,
+/// which begins at `memory`.
+bool has_whole_runs(const Tensor& t, const void* memory) {
+  const bool is_k_major = major_of(t) == Major::kK;
+  const std::int64_t offset = bytes_of(t) - static_cast<const std::uint8_t*>(memory);
+  return t.stride[is_k_major ? 2 : 1] == 1 && t.shape[is_k_major ? 2 : 1] % kPackedElements == 0 &&
+         t.stride[is_k_major ? 1 : 2] % kPackedElements == 0 &&
+         offset % (kPackedElements * kElementBytes) == 0;
+}
+
+bool can_unpack(const Device& device, const PackedProduct& work) {
+  constexpr std::int64_t kMostRuns = std::int64_t{1} << 32;
+  const PackedWeights& packed = *work.weights;
+  const WeightOperand& w = work.product.weights;
+  const void* memory = unpacked_memory(w);
+  return state_of(device).unpacks && work.product.dtype == DType::kBF16 &&
+         packed.format != PackedFormat::kFP8Blocks &&
+         packed.experts * packed.rows * packed.columns / kPackedElements < kMostRuns &&
+         reinterpret_cast<std::uintptr_t>(packed.codes.data) % 16 == 0 &&
+         has_whole_runs(w.first, memory) &&
+         (w.second.data == nullptr || has_whole_runs(w.second, memory));
+}
+
+/// The codes of matrices that would be unpacked to `t`, a view of memory at `memory`.
+Matrices packed_matrices(const Tensor& t, const PackedWeights& packed, const void* memory) {
+  constexpr std::int64_t kElements = 2;  // of a byte of codes
+  const Matrices m = matrices_of(t);
+  const std::int64_t offset = m.data - static_cast<const std::uint8_t*>(memory);
+  return {static_cast<const std::uint8_t*>(packed.codes.data) + offset / kElementBytes / kElements,
+          m.expert_bytes / kElementBytes / kElements, m.line_bytes / kElementBytes / kElements};
+}
+
+PackedCodes codes_of(const PackedWeights& packed) {
+  const bool is_nf4 = packed.format == PackedFormat::kNF4;
+  PackedCodes codes{};
+  codes.codes = static_cast<const std::uint8_t*>(packed.codes.data);
+  codes.scales = packed.scales.data;
+  codes.nested_map = static_cast<const float*>(packed.nested_map.data);
+  codes.nested_scales = static_cast<const float*>(packed.nested_scales.data);
+  codes.nested_offset = static_cast<const float*>(packed.nested_offset.data);
+  for (std::uint32_t i = 0; i < 16; ++i) {
+    codes.values[i] = is_nf4 ? packed::nf4_of(i) : packed::e2m1_of(i);
+  }
+  // The even element of a byte is its high digit in NF4.
+  codes.order[0] = is_nf4 ? 0x4051 : 0x5140;
+  codes.order[1] = is_nf4 ? 0x6273 : 0x7362;
+  codes.digits = 0x32103210;
+  for (std::int64_t block = packed.block / kPackedElements; block > 1; block /= 2) {
+    ++codes.block_shift;
+  }
+  codes.scale = !is_nf4                             ? ScaleKind::kExponent
+                : packed.nested_map.data == nullptr ? ScaleKind::kFloat
+                                                    : ScaleKind::kNested;
+  return codes;
+}
+
 }  // namespace
 
 void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
   std::visit(
       [&](const auto& epilogue) {
         const TileShape shape = shape_of(state_of(device), product, epilogue);
-        ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
-            tiles_of(product, shape), epilogue_of(epilogue)};
-        RowTilesParams& tiles = params.tiles;
-        const std::int32_t ctas =
-            ctas_of(device, shape, product.groups.most_tiles(tiles.column_tiles));
-        tiles.records_apart = ctas / tiles.column_tiles;
-        tiles.column_tiles_apart = ctas % tiles.column_tiles;
         const void* kernel =
             kernel_of(epilogue, {product.dtype, shape}, major_of(product.weights.first));
-        run({kernel, shape, ctas}, &params, stream);
+        launch_rows(device, product, {kernel, shape, 0},
+                    ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))>{
+                        tiles_of(product, shape), epilogue_of(epilogue)},
+                    stream);
+      },
+      product.epilogue);
+}
+
+bool multiply_packed_rows(const Device& device, const PackedProduct& work, cudaStream_t stream) {
+  if (!can_unpack(device, work)) return false;
+  const RowProduct& product = work.product;
+  const WeightOperand& w = product.weights;
+  const void* memory = unpacked_memory(w);
+  return std::visit(
+      [&](const auto& epilogue) {
+        const void* kernel = packed_kernel_of(epilogue, major_of(w.first));
+        if (kernel == nullptr) return false;
+        PackedTilesParams tiles{tiles_of(product, kPackedShape), codes_of(*work.weights)};
+        tiles.weights[0] = packed_matrices(w.first, *work.weights, memory);
+        tiles.weights[1] = w.parts == WeightParts::kOne
+                               ? tiles.weights[0]
+                               : packed_matrices(w.second, *work.weights, memory);
+        launch_rows(device, product, {kernel, kPackedShape, 0},
+                    ProductParams<PackedTilesParams, decltype(epilogue_of(epilogue))>{
+                        tiles, epilogue_of(epilogue)},
+                    stream);
+        return true;
       },
       product.epilogue);
 }

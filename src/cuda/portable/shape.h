@@ -53,6 +53,9 @@ constexpr bool is_compiled(const TileShape& shape, int capability) {
   return shape.width == Width::k256 && shape.depth == (capability < 120 ? Depth::k64 : Depth::k32);
 }
 
+/// The only shape of products of packed weights.
+inline constexpr TileShape kPackedShape{Depth::k32, Width::k256};
+
 /// Stages of the operand pipeline. Four stages are not faster (H200).
 inline constexpr int kStages = 3;
 

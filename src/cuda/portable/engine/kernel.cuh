@@ -47,12 +47,12 @@ class Kernel {
     const std::uint32_t base = ptx::shared_address(shared_memory());
     const std::uint32_t staging = base + kBarrierBytes + kSlotBytes;
     const Pipeline<Shape> pipeline(base, staging + Shape::kWarps * kStagingBytes);
-    if (threadIdx.x == 0) pipeline.init();
+    if (threadIdx.x == 0) pipeline.init(Producer::kStores ? Shape::kWarps : 1);
     __syncthreads();
 
     Kernel kernel(p, pipeline);
     for (int i = 0; i < kStages - 1; i++) {
-      kernel.template copy<0, Shape::kCopies>();
+      kernel.template copy<0, Producer::kCopies>();
       kernel.finish_copies();
     }
     for (unsigned tile = 0;; tile++) {
@@ -93,7 +93,12 @@ class Kernel {
 
   __device__ __forceinline__ void finish_copies() {
     pipeline_.full(fill_.stage).arrive_after_copies();
-    if (threadIdx.x == 0) pipeline_.full(fill_.stage).arrive();
+    if constexpr (Producer::kStores) {
+      __syncwarp();
+      if (warp_.lane == 0) pipeline_.full(fill_.stage).arrive();
+    } else if (threadIdx.x == 0) {
+      pipeline_.full(fill_.stage).arrive();
+    }
     fill_.next();
     producer_.advance(p_.tiles);
   }
@@ -134,7 +139,7 @@ class Kernel {
       if constexpr (kStep >= kFirstCopies) {
         constexpr int kPlaces = 4 * (kSteps - kFirstCopies);
         constexpr int kPlace = 4 * (kStep - kFirstCopies) + i;
-        copy<kPlace * Shape::kCopies / kPlaces, (kPlace + 1) * Shape::kCopies / kPlaces>();
+        copy<kPlace * Producer::kCopies / kPlaces, (kPlace + 1) * Producer::kCopies / kPlaces>();
       }
     });
     if constexpr (kStep + 1 < kSteps) multiply_steps<kStep + 1>(acc, operands);

@@ -19,11 +19,12 @@ class Pipeline {
   __device__ __forceinline__ Pipeline(std::uint32_t barriers, std::uint32_t first_stage)
       : barriers_(barriers), first_stage_(first_stage) {}
 
-  /// `full` expects one arrival of each thread, when its copies have landed, and one more of thread
-  /// 0. The latter makes the tile slot that thread 0 has written visible to the other threads.
-  __device__ __forceinline__ void init() const {
+  /// `full` expects one arrival of each thread, when its copies have landed, and one more of each
+  /// of `writers` threads. The latter makes visible to the other threads what has been written: the
+  /// tile slot by thread 0, and unpacked weights by all warps.
+  __device__ __forceinline__ void init(int writers) const {
     for (int i = 0; i < kStages; i++) {
-      full(i).init(Shape::kThreads + 1);
+      full(i).init(Shape::kThreads + writers);
       empty(i).init(Shape::kWarps);
     }
   }

@@ -22,6 +22,8 @@ class DepthProducer {
   using Params = DepthTilesParams;
   static constexpr Major kMajorA = Major::kMN;
   static constexpr Major kMajorB = Major::kMN;
+  static constexpr int kCopies = Shape::kCopies;
+  static constexpr bool kStores = false;
 
   __device__ __forceinline__ explicit DepthProducer(const Params& p) {
     const int each = p.row_tiles * p.column_tiles;

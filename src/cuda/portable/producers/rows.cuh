@@ -2,23 +2,32 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/portable/engine/fragments.cuh"
 #include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
+#include "cuda/portable/producers/packed_line.cuh"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/copy.cuh"
 
 namespace sonicmoe::cuda::portable {
 
 /// `ForEpilogue` says in which order its accumulators have the columns of K-major weights.
-template <class OfTile, Major kWeights, class ForEpilogue>
+/// `Unpacked` is void, or the type of the elements to which packed weights are unpacked.
+template <class OfTile, Major kWeights, class ForEpilogue, class Unpacked = void>
 class RowProducer {
+  static constexpr bool kIsPacked = !std::is_void_v<Unpacked>;
+
  public:
   using Shape = OfTile;
-  using Params = RowTilesParams;
+  using Params = std::conditional_t<kIsPacked, PackedTilesParams, RowTilesParams>;
   static constexpr Major kMajorA = Major::kK;
   static constexpr Major kMajorB = kWeights;
+  /// Calls of copy() for a k tile.
+  static constexpr int kCopies = kIsPacked ? 8 : Shape::kCopies;
+  /// Whether copy() also stores to the stage by ordinary stores.
+  static constexpr bool kStores = kIsPacked;
 
   __device__ __forceinline__ explicit RowProducer(const Params& p) : records_(*p.record_count) {
     const int record = blockIdx.x / p.column_tiles;
@@ -32,13 +41,16 @@ class RowProducer {
   /// products.
   template <int i>
   __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) {
+    if constexpr (kIsPacked) {
+      unpack_weights<i>(p, stage + Shape::kBytesA);
+    }
     if constexpr (i < kRowsEach) {
       const std::uint32_t at =
           stage + line() * Shape::kLineBytes + ((chunk() ^ Shape::swizzle(line())) << 4);
       ptx::copy16(at + i * kApart * Shape::kLineBytes, a_[i],
                   inside(p) && (present_ >> i & 1) != 0);
       a_[i] += Shape::kDepth * kElementBytes;
-    } else {
+    } else if constexpr (!kIsPacked) {
       copy_weights<i - kRowsEach>(p, stage + Shape::kBytesA);
     }
   }
@@ -46,7 +58,9 @@ class RowProducer {
   /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
     k_ += Shape::kDepth;
-    if constexpr (kIsKMajor) {
+    if constexpr (kIsPacked) {
+      weights_.advance(matrices(p, half()), is_low_rank());
+    } else if constexpr (kIsKMajor) {
       b_[0] += Shape::kDepth * kElementBytes;
       b_[1] += Shape::kDepth * kElementBytes;
     } else {
@@ -65,6 +79,9 @@ class RowProducer {
   static constexpr int kHalf = kLinesEach / 2;
   static_assert(kColumnOrder == ColumnOrder::kAscending || kApart % 32 == 0,
                 "the swizzle of all lines of a thread must be the same");
+  struct Nothing {};
+  using Packed =
+      std::conditional_t<kIsPacked, PackedLine<Shape, kWeights, kColumnOrder, Unpacked>, Nothing>;
   /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
   /// part_ in a low-rank term.
@@ -77,6 +94,7 @@ class RowProducer {
   static __device__ __forceinline__ int line() { return threadIdx.x / Shape::kLineChunks; }
   /// For weights that are not K-major: the half of the tile's columns that this thread copies.
   static __device__ __forceinline__ int half() {
+    if constexpr (kIsPacked) return Packed::half();
     return threadIdx.x % Shape::kColumnChunks / (Shape::kColumnChunks / 2);
   }
 
@@ -87,6 +105,30 @@ class RowProducer {
   /// The weights of one half of the tile (gate or up) in the current part of K.
   __device__ __forceinline__ const Matrices& matrices(const Params& p, int half) const {
     return p.weights[p.second_half == 0 ? part_ + half : part_];
+  }
+
+  __device__ __forceinline__ bool is_low_rank() const { return part_ == kLowRank; }
+
+  /// Part i of the work on packed weights. Their codes are copied before the rows. They are
+  /// unpacked as late as possible, because registers are free only after the last products.
+  template <int i>
+  __device__ __forceinline__ void unpack_weights(const Params& p, std::uint32_t stage) {
+    constexpr bool kFetches = i == 0, kUnpacks = i == kCopies - 1;
+    const bool k_exists = kIsKMajor || k_ + Packed::k() < p.depth;
+    if constexpr (kFetches) {
+      const bool exists = k_exists && (present_ >> kFirstWeight & 1) != 0;
+      if (is_low_rank()) {
+        const int chunks = kIsKMajor ? (p.depth - k_) / 8 : 4;
+        weights_.copy(matrices(p, half()), stage, exists ? chunks : 0);
+      } else {
+        weights_.fetch(p.codes, stage, exists);
+      }
+    }
+    if constexpr (kUnpacks) {
+      if (is_low_rank()) return;
+      weights_.tabulate(p.codes, k_exists);
+      weights_.store(p.codes, stage);
+    }
   }
 
   template <int i>
@@ -183,7 +225,11 @@ class RowProducer {
 
   /// Sets the addresses of the weights to the beginning of a part of K.
   __device__ __forceinline__ void open_weights(const Params& p, int expert, int first_column) {
-    if constexpr (kIsKMajor) {
+    if constexpr (kIsPacked) {
+      const int first = first_column + half() * p.second_half;
+      weights_.open(p, matrices(p, half()), expert, first, is_low_rank());
+      present_ |= first + Packed::column() < p.columns ? 1u << kFirstWeight : 0u;
+    } else if constexpr (kIsKMajor) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const Matrices& m = matrices(p, half);
@@ -245,8 +291,9 @@ class RowProducer {
   int k_;
   int part_;
   const std::uint8_t* a_[kRowsEach];
-  const std::uint8_t* b_[kIsKMajor ? 2 : 1];
+  const std::uint8_t* b_[kIsKMajor ? 2 : 1];  // unless the weights are packed
   std::int64_t apart_[kIsKMajor ? 2 : 1];
+  [[no_unique_address]] Packed weights_;
 };
 
 }  // namespace sonicmoe::cuda::portable
