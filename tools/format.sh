@@ -13,7 +13,7 @@ esac
 status=0
 find . \( -name 'build*' -o -name '.*' ! -name . -o -name out -o -name dist \) -type d -prune -o -type f \
   \( -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
-  xargs -0 -r -n 16 clang-format --style=file "${clang[@]}" || status=1
+  xargs -0 -r -n 16 -P "$(nproc)" clang-format --style=file "${clang[@]}" || status=1
 ruff check --quiet "${ruff_lint[@]}" . || status=1
 ruff format --quiet "${ruff_format[@]}" . || status=1
 exit $status
