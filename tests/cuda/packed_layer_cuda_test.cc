@@ -31,6 +31,9 @@ struct Room {
 /// Where gate and up are in the unpacked tensor.
 enum class Halves { kConcatenated, kAlternating };
 
+/// The contiguous dimension of the packed tensors: d of up and n of down, or the other one.
+enum class Order { kAsShipped, kTransposed };
+
 /// Finite scales, so that no NaN hides a difference. An expert's blocks of NF4 are no multiple of
 /// the 256 that share a nested scale.
 PackedCase packed_case(PackedFormat format, bool nested, std::int64_t rows, std::int64_t columns,
@@ -65,11 +68,13 @@ PackedCase packed_case(PackedFormat format, bool nested, std::int64_t rows, std:
 /// A layer with low-rank factors and biases, and its packed weights.
 class Layer {
  public:
-  Layer(PackedFormat format, bool nested, Halves halves, const Exec& exec)
+  Layer(PackedFormat format, bool nested, Halves halves, const Exec& exec,
+        Order order = Order::kAsShipped)
       : halves_(halves),
+        order_(order),
         exec_(exec),
-        up_(packed_case(format, nested, 2 * kWidth, kHidden, 1)),
-        down_(packed_case(format, nested, kHidden, kWidth, 2)) {
+        up_(case_of(format, nested, 2 * kWidth, kHidden, 1)),
+        down_(case_of(format, nested, kHidden, kWidth, 2)) {
     problem_.tokens = kTokens;
     problem_.hidden = kHidden;
     problem_.width = kWidth;
@@ -106,10 +111,12 @@ class Layer {
   /// The results of both passes on weights that are all unpacked before.
   std::vector<std::vector<std::uint8_t>> expected() {
     DeviceArray up(kExperts * 2 * kElements * 2), down(kExperts * kElements * 2);
-    unpack_weights(packed_.up, tensor3(up.data(), DType::kBF16, kExperts, 2 * kWidth, kHidden),
-                   exec_);
-    unpack_weights(packed_.down, tensor3(down.data(), DType::kBF16, kExperts, kHidden, kWidth),
-                   exec_);
+    const auto unpack = [this](const PackedWeights& packed, void* out) {
+      unpack_weights(packed, tensor3(out, DType::kBF16, kExperts, packed.rows, packed.columns),
+                     exec_);
+    };
+    unpack(packed_.up, up.data());
+    unpack(packed_.down, down.data());
     return results(weights_at(up.data(), down.data(), {kExperts, kExperts}), nullptr);
   }
 
@@ -144,6 +151,20 @@ class Layer {
   }
 
  private:
+  PackedCase case_of(PackedFormat format, bool nested, std::int64_t out, std::int64_t in,
+                     unsigned seed) const {
+    const bool shipped = order_ == Order::kAsShipped;
+    return packed_case(format, nested, shipped ? out : in, shipped ? in : out, seed);
+  }
+  /// Matrices (E, out, in) in the order of the packed tensors.
+  Tensor matrices(void* data, std::int64_t experts, std::int64_t out, std::int64_t in) const {
+    Tensor t = tensor3(data, DType::kBF16, experts, out, in);
+    if (order_ == Order::kTransposed) {
+      t.stride[1] = 1;
+      t.stride[2] = out;
+    }
+    return t;
+  }
   template <class T>
   DeviceArray* array(const std::vector<T>& values) {
     arrays_.push_back(
@@ -176,8 +197,8 @@ class Layer {
 
   Weights weights_at(void* up, void* down, const Room& room) const {
     Weights w;
-    split(tensor3(up, DType::kBF16, room.up, 2 * kWidth, kHidden), w.gate, w.up);
-    w.down = tensor3(down, DType::kBF16, room.down, kHidden, kWidth);
+    split(matrices(up, room.up, 2 * kWidth, kHidden), w.gate, w.up);
+    w.down = matrices(down, room.down, kHidden, kWidth);
     split(tensor2(b_up_->data(), DType::kBF16, kExperts, 2 * kWidth), w.b_gate, w.b_up);
     w.b_down = tensor2(b_down_->data(), DType::kBF16, kExperts, kHidden);
     return w;
@@ -241,6 +262,7 @@ class Layer {
   }
 
   Halves halves_;
+  Order order_;
   Exec exec_;
   bool wrote_ = false;
   PackedCase up_, down_;
@@ -259,34 +281,36 @@ bool is_finite(const std::vector<std::uint8_t>& bytes) {
   return true;
 }
 
-class CudaPackedLayer : public testing::EachEngine {
- protected:
-  /// Whether the engine unpacks the format inside its products, without memory for it.
-  static bool products_unpack(PackedFormat format) {
-    const int capability = testing::test_device().capability;
-    return GetParam() == "portable" && (capability < 100 || capability >= 120) &&
-           format != PackedFormat::kFP8Blocks;
-  }
-};
-SONICMOE_FOR_EACH_ENGINE(CudaPackedLayer);
-
 struct Form {
   const char* name;
   PackedFormat format;
   bool nested;
   Halves halves;
+  Order order = Order::kAsShipped;
 };
 constexpr Form kForms[] = {
     {"nf4", PackedFormat::kNF4, false, Halves::kConcatenated},
     {"nf4 nested", PackedFormat::kNF4, true, Halves::kConcatenated},
     {"mxfp4", PackedFormat::kMXFP4, false, Halves::kAlternating},
+    {"nf4 transposed", PackedFormat::kNF4, false, Halves::kConcatenated, Order::kTransposed},
     {"fp8_blocks", PackedFormat::kFP8Blocks, false, Halves::kConcatenated},
 };
+
+class CudaPackedLayer : public testing::EachEngine {
+ protected:
+  /// Whether the engine unpacks inside all products, without memory for it.
+  static bool products_unpack(const Form& form) {
+    const int capability = testing::test_device().capability;
+    return GetParam() == "portable" && (capability < 100 || capability >= 120) &&
+           form.format != PackedFormat::kFP8Blocks && form.order == Order::kAsShipped;
+  }
+};
+SONICMOE_FOR_EACH_ENGINE(CudaPackedLayer);
 
 /// Room for one expert, for numbers that do not divide E, and for all experts.
 TEST_P(CudaPackedLayer, HasTheBitsOfUnpackedWeights) {
   for (const Form& form : kForms) {
-    Layer layer(form.format, form.nested, form.halves, exec());
+    Layer layer(form.format, form.nested, form.halves, exec(), form.order);
     const auto expected = layer.expected();
     EXPECT_TRUE(is_finite(expected[0])) << form.name;
     for (const Room room : {Room{1, 3}, Room{2, 5}}) {
@@ -296,7 +320,7 @@ TEST_P(CudaPackedLayer, HasTheBitsOfUnpackedWeights) {
       for (std::size_t i = 0; i < expected.size(); ++i) {
         EXPECT_TRUE(found[i] == expected[i]) << "result " << i;
       }
-      EXPECT_EQ(layer.wrote_memory(), !products_unpack(form.format));
+      EXPECT_EQ(layer.wrote_memory(), !products_unpack(form));
     }
   }
 }
