@@ -18,7 +18,7 @@ if(SONICMOE_CUDA STREQUAL "OFF")
 endif()
 
 # What kernels are compiled for: SASS for each entry. 80 also brings PTX, from which the driver compiles
-# for GPUs without SASS; 90 also brings Hopper's engine.
+# for GPUs without SASS; 90 also brings Hopper's engine, 100 Blackwell's.
 include(cmake/architectures.cmake)
 if(NOT DEFINED CACHE{SONICMOE_CUDA_ARCHITECTURES})
   sonicmoe_architectures_here(architectures)
@@ -66,6 +66,8 @@ find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
 # Hopper's engine is compiled for sm_90a alone: wgmma compiled for another target fails to load.
 set(hopper_code -gencode=arch=compute_90a,code=sm_90a)
+# Blackwell's for the family of 10.0 and 10.3: tcgen05 exists for such targets only.
+set(blackwell_code -gencode=arch=compute_100f,code=sm_100f)
 set(common_code)
 set(SONICMOE_CUDA_CODE)
 foreach(architecture IN LISTS SONICMOE_CUDA_ARCHITECTURES)
@@ -78,6 +80,9 @@ if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
 endif()
 if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   list(APPEND SONICMOE_CUDA_CODE sm_90a)
+endif()
+if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND SONICMOE_CUDA_CODE sm_100f)
 endif()
 list(JOIN SONICMOE_CUDA_CODE " " SONICMOE_CUDA_CODE)
 message(STATUS "CUDA backend: built, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
@@ -106,13 +111,16 @@ list(JOIN SONICMOE_CUDA_ARCHITECTURES "," architectures)
 # PTX, and early_loads_test.py reads it.
 set(common_ptx)
 set(hopper_ptx)
+set(blackwell_ptx)
 if(SONICMOE_BUILD_TESTS AND 90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   set(common_ptx --ptx ${architectures})
   set(hopper_ptx --ptx 90a)
+  set(blackwell_ptx --ptx 100f)
 endif()
 # An empty list (no tests, no ccache) adds no element.
 set(common_launcher ${ptxas_gate} ${common_ptx} ${cached_by_dependencies})
 set(hopper_launcher ${ptxas_gate} ${hopper_ptx} ${cached})
+set(blackwell_launcher ${ptxas_gate} ${blackwell_ptx} ${cached})
 
 # An object library whose kernels are compiled by the options `code`.
 function(add_cuda_objects name sources code launcher)
@@ -133,9 +141,9 @@ function(add_cuda_objects name sources code launcher)
                        CUDA_COMPILER_LAUNCHER "${launcher}")
 endfunction()
 
-# Everything that is not Hopper's: for every architecture.
+# Everything that is not Hopper's or Blackwell's: for every architecture.
 file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
-list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/hopper/")
+list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/(hopper|blackwell)/")
 add_cuda_objects(sonicmoe_cuda_objects "${SONICMOE_CUDA_SOURCES}" "${common_code}"
                  "${common_launcher}")
 set_source_files_properties(
@@ -143,6 +151,7 @@ set_source_files_properties(
   PROPERTIES COMPILE_DEFINITIONS
              "SONICMOE_CUDA_ARCHITECTURES=${architectures};SONICMOE_CUDA_CODE=\"${SONICMOE_CUDA_CODE}\"")
 set(cuda_libraries sonicmoe_cuda_objects)
+set(engines)
 
 if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   set(wgmma_script ${cuda_source}/hopper/ptx/generate_wgmma.py)
@@ -159,10 +168,19 @@ if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
        ${cuda_source}/hopper/*.cc)
   add_cuda_objects(sonicmoe_hopper_objects "${SONICMOE_HOPPER_SOURCES};${instances}"
                    "${hopper_code}" "${hopper_launcher}")
-  set_source_files_properties(${cuda_source}/engines.cc PROPERTIES COMPILE_DEFINITIONS
-                                                                        SONICMOE_WITH_HOPPER)
+  list(APPEND engines SONICMOE_WITH_HOPPER)
   list(APPEND cuda_libraries sonicmoe_hopper_objects)
 endif()
+
+if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  file(GLOB_RECURSE SONICMOE_BLACKWELL_SOURCES CONFIGURE_DEPENDS ${cuda_source}/blackwell/*.cu
+       ${cuda_source}/blackwell/*.cc)
+  add_cuda_objects(sonicmoe_blackwell_objects "${SONICMOE_BLACKWELL_SOURCES}" "${blackwell_code}"
+                   "${blackwell_launcher}")
+  list(APPEND engines SONICMOE_WITH_BLACKWELL)
+  list(APPEND cuda_libraries sonicmoe_blackwell_objects)
+endif()
+set_source_files_properties(${cuda_source}/engines.cc PROPERTIES COMPILE_DEFINITIONS "${engines}")
 
 foreach(lib sonicmoe_shared sonicmoe_static)
   set_target_properties(${lib} PROPERTIES CUDA_ARCHITECTURES OFF) # created before CUDA was enabled

@@ -62,6 +62,9 @@ endforeach()
 # PTX that ptxas_gate.py keeps beside the objects of the kernels.
 set(emulated_objects $<TARGET_OBJECTS:sonicmoe_cuda_objects>
                      $<TARGET_OBJECTS:sonicmoe_hopper_objects>)
+if(TARGET sonicmoe_blackwell_objects)
+  list(APPEND emulated_objects $<TARGET_OBJECTS:sonicmoe_blackwell_objects>)
+endif()
 set(emulated_kernels "$<FILTER:${emulated_objects},INCLUDE,\\.cu\\.o$>")
 set(gather_script ${CMAKE_CURRENT_SOURCE_DIR}/cmake/gather_ptx.py)
 set(emulated_ptx ${CMAKE_CURRENT_BINARY_DIR}/emulated_ptx.c)
@@ -115,12 +118,14 @@ add_emulated_test(
   PortableShapes 70 ${portable}
   "wide/n248 shape/ grads/ layout gemm lora/frozen lora/only edges sentinels/ shuffled/ repeated/ no_tokens"
 )
-add_emulated_test(Graphs 5 "Each/CudaGraph.*" "")
-add_emulated_test(LowRank 20 "Each/CudaLowRank.*" "")
-add_emulated_test(Packed 60 "CudaPacked.*:Each/CudaPackedLayer.*" "")
-add_emulated_test(OneRow 1 "Each/CudaOneRow.*" "")
-add_emulated_test(Nan 5 "Each/CudaNan.*" "")
-add_emulated_test(Accumulate 1 "Each/CudaAccumulate.*" "")
+# The engine blackwell does not serve 9.0.
+set(serving -*/blackwell)
+add_emulated_test(Graphs 5 "Each/CudaGraph.*${serving}" "")
+add_emulated_test(LowRank 20 "Each/CudaLowRank.*${serving}" "")
+add_emulated_test(Packed 60 "CudaPacked.*:Each/CudaPackedLayer.*${serving}" "")
+add_emulated_test(OneRow 1 "Each/CudaOneRow.*${serving}" "")
+add_emulated_test(Nan 5 "Each/CudaNan.*${serving}" "")
+add_emulated_test(Accumulate 1 "Each/CudaAccumulate.*${serving}" "")
 add_emulated_test(
   Routing 25 "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
 add_emulated_test(Exchange 70 "Exchange.*" "")
@@ -156,6 +161,16 @@ if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
 endif()
 if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable100 10 10.0 ${portable} "${some_cases}")
+  # Of the engine blackwell: every product, all activations, and experts of 0 to 511 rows.
+  set(blackwell "Each/Cuda.PassesTheHarness/blackwell")
+  foreach(seed 1 2 3)
+    add_capability_test(Blackwell${seed} 15 10.0 ${blackwell}
+                        "${some_cases} routing/grouped_edges routing/ids_more_edges_k2")
+    set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
+                                                                "SONICMOE_EMULATED_SEED=${seed}")
+  endforeach()
+  add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
+  add_capability_test(BlackwellGraphs 12 10.0 "Each/CudaGraph.*/blackwell:Each/CudaNan.*/blackwell" "")
 endif()
 if(120 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable120 30 12.0 ${portable} "${more_cases}")

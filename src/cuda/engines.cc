@@ -6,6 +6,9 @@
 #include <mutex>
 #include <utility>
 
+#if defined(SONICMOE_WITH_BLACKWELL)
+#include "cuda/blackwell/blackwell_engine.h"
+#endif
 #include "cuda/device/architectures.h"
 #if defined(SONICMOE_WITH_HOPPER)
 #include "cuda/hopper/hopper_engine.h"
@@ -36,6 +39,9 @@ std::span<const Engine* const> engines() {
       &kHopperEngine,
 #endif
       &kPortableEngine,
+#if defined(SONICMOE_WITH_BLACKWELL)
+      &kBlackwellEngine,  // last: used only if it is named, because no GPU has run it
+#endif
   };
   return kEngines;
 }

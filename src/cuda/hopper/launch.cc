@@ -7,7 +7,7 @@ namespace sonicmoe::cuda {
 
 std::shared_ptr<void> open_hopper(int) {
   auto state = std::make_shared<HopperState>();
-  state->encode = reinterpret_cast<HopperState::Encode>(driver_function("cuTensorMapEncodeTiled"));
+  state->encode = find_encode_tensor_map();
   state->prepared = std::make_unique<std::atomic<bool>[]>(kernel_list().size());
   return state;
 }

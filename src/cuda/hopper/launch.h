@@ -1,25 +1,20 @@
 // Launches of Hopper's product kernels, and the state that a device keeps for them.
 #pragma once
 
-#include <cuda.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
 
 #include "cuda/device/device.h"
 #include "cuda/hopper/kernels.h"
+#include "cuda/tma/tensor_map.h"
 
 namespace sonicmoe::cuda {
 
 /// The state of one device. Any thread may use it: `encode` never changes, and to prepare a kernel
 /// twice does no harm.
 struct HopperState {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  Encode encode = nullptr;  ///< cuTensorMapEncodeTiled
+  EncodeTensorMap encode = nullptr;
   /// By index in kernel_list(): whether the kernel's attribute of shared memory is set on this
   /// device.
   std::unique_ptr<std::atomic<bool>[]> prepared;

@@ -1,72 +1,20 @@
 #include "cuda/hopper/tensor_maps.h"
 
 #include <initializer_list>
-#include <string>
 
 #include "cuda/hopper/launch.h"
+#include "cuda/tma/tensor_map.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-/// One dimension of a tensor map. Lists begin with the fastest dimension, whose stride is 1.
-struct MapDim {
-  std::int64_t size;
-  std::int64_t stride;  // elements
-  std::int32_t box;
-};
-
-struct MapFormat {
-  CUtensorMapDataType type;
-  std::int64_t bytes;  ///< of an element
-  CUtensorMapSwizzle swizzle;
-};
-
-/// The stride of a dimension. The stride of a dimension of size 1 is never used, so the caller's
-/// view may have any number there. But the driver refuses a stride that is no multiple of 16 bytes.
-std::int64_t stride_of(std::int64_t size, std::int64_t stride) { return size == 1 ? 8 : stride; }
-
 CUtensorMap encode_map(const Device& device, const MapFormat& format, const void* base,
                        std::initializer_list<MapDim> dims) {
-  constexpr int kMaxRank = 5;
-  cuuint64_t sizes[kMaxRank];
-  cuuint64_t strides[kMaxRank];
-  cuuint32_t boxes[kMaxRank];
-  cuuint32_t steps[kMaxRank];
-  int rank = 0;
-  for (const MapDim& dim : dims) {
-    sizes[rank] = static_cast<cuuint64_t>(dim.size);
-    boxes[rank] = static_cast<cuuint32_t>(dim.box);
-    steps[rank] = 1;
-    const std::int64_t stride = stride_of(dim.size, dim.stride);
-    if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
-    rank++;
-  }
-  // The result is encoded here and then copied: the driver asks for an address that is a multiple
-  // of 64, and GCC 12 aligns the caller's temporaries to 16 bytes only.
-  struct {
-    CUtensorMap map;
-  } encoded;
-  const CUresult result = hopper_state(device).encode(
-      &encoded.map, format.type, rank, const_cast<void*>(base), sizes, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw Error(Status::kInternal, "the driver refused a tensor map (code " +
-                                       std::to_string(static_cast<int>(result)) + ").");
-  }
-  return encoded.map;
+  return encode_map(hopper_state(device).encode, format, base, dims);
 }
-
-/// A map of 16-bit elements. The swizzle of boxes in shared memory is 64 bytes if a row of a box
-/// has at most 64 bytes, else 128 bytes.
 CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
                        std::initializer_list<MapDim> dims) {
-  const bool narrow = dims.begin()->box * kElementBytes <= 64;
-  return encode_map(
-      device,
-      {dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-       kElementBytes, narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B},
-      base, dims);
+  return encode_map(hopper_state(device).encode, dtype, base, dims);
 }
 
 /// Dimensions of rows (C, width), which have one part, or (C, parts, width).
@@ -116,7 +64,7 @@ CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns) {
   const RowDims dims(rows);
   const std::int64_t capacity = rows.shape[0];
-  const std::int64_t stride = stride_of(capacity, rows.stride[0]);
+  const std::int64_t stride = map_stride(capacity, rows.stride[0]);
   // The base may lie before the allocation. The kernels store only boxes that begin inside the
   // tensor (RaggedMap).
   const std::uintptr_t base = reinterpret_cast<std::uintptr_t>(rows.data) -

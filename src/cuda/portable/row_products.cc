@@ -4,6 +4,7 @@
 
 #include "core/packed_values.h"
 #include "cuda/portable/choices.h"
+#include "cuda/portable/epilogue_params.h"
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/params.h"
@@ -14,8 +15,6 @@ namespace sonicmoe::cuda::portable {
 namespace {
 
 std::uint8_t* bytes_of(const Tensor& t) { return static_cast<std::uint8_t*>(t.data); }
-
-RowsOut rows_out(const Tensor& t) { return {bytes_of(t), t.stride[0] * kElementBytes}; }
 
 Matrices matrices_of(const Tensor& t) {
   const std::int64_t line = major_of(t) == Major::kK ? t.stride[1] : t.stride[2];
@@ -67,43 +66,6 @@ RowTilesParams tiles_of(const RowProduct& product, const TileShape& shape) {
     tiles.k_tiles += k_tiles(tiles.rank);
   }
   return tiles;
-}
-
-StoreParams epilogue_of(const StoreOutput& e) {
-  return {.out = rows_out(e.out),
-          .bias = bias_of(e.bias),
-          .row_scale = static_cast<const float*>(e.scale.data),
-          .scale_stride = e.scale.stride[0],
-          .factor = e.factor,
-          .columns = static_cast<std::int32_t>(e.out.shape[1])};
-}
-
-/// The activation of an Activate or ActivateGrad; `a` is its A.
-template <class Epilogue>
-Activating activating_of(const Epilogue& e, const Tensor& a) {
-  return {.scalars = scalars_of(e.activation),
-          .kind = kernel_kind(e.activation.kind),
-          .layout = e.layout,
-          .width = static_cast<std::int32_t>(a.shape[1])};
-}
-
-ActivateParams epilogue_of(const Activate& e) {
-  return {.h = rows_out(e.h.elements),
-          .a = rows_out(e.a.elements),
-          .bias = {bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate),
-                   bias_of(e.bias_up)},
-          .act = activating_of(e, e.a.elements)};
-}
-
-ActivateGradParams epilogue_of(const ActivateGrad& e) {
-  return {.h = bytes_of(e.h.elements),
-          .h_row_bytes = e.h.elements.stride[0] * kElementBytes,
-          .dh = bytes_of(e.dh.elements),
-          .a = rows_out(e.a),
-          .row_weight = e.row_weight,
-          .score_parts = e.score_parts,
-          .score_tiles = e.score_tiles,
-          .act = activating_of(e, e.a)};
 }
 
 const void* kernel_of(const StoreOutput&, const Variant& variant, Major major) {
@@ -205,8 +167,8 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
         const void* kernel =
             kernel_of(epilogue, {product.dtype, shape}, major_of(product.weights.first));
         launch_rows(device, product, {kernel, shape, 0},
-                    ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))>{
-                        tiles_of(product, shape), epilogue_of(epilogue)},
+                    ProductParams<RowTilesParams, decltype(epilogue_params(epilogue))>{
+                        tiles_of(product, shape), epilogue_params(epilogue)},
                     stream);
       },
       product.epilogue);
@@ -227,8 +189,8 @@ bool multiply_packed_rows(const Device& device, const PackedProduct& work, cudaS
                                ? tiles.weights[0]
                                : packed_matrices(w.second, *work.weights, memory);
         launch_rows(device, product, {kernel, kPackedShape, 0},
-                    ProductParams<PackedTilesParams, decltype(epilogue_of(epilogue))>{
-                        tiles, epilogue_of(epilogue)},
+                    ProductParams<PackedTilesParams, decltype(epilogue_params(epilogue))>{
+                        tiles, epilogue_params(epilogue)},
                     stream);
         return true;
       },

@@ -1,0 +1,83 @@
+// The mbarriers of a CTA, and positions in the rings that they guard.
+//
+//   name        where            arrivals per phase            who waits     what it orders
+//   full[s]     even CTA         1 with the bytes that both    products      loads of a stage
+//   before
+//                                CTAs load                                   the products
+//   empty[s]    each CTA         1, by commit                  loads         products before the
+//   next
+//                                                                            loads into the stage
+//   d_full[a]   each CTA         1, by commit                  epilogue      products of a tile
+//                                                                            before reads of D
+//   d_empty[a]  even CTA         1 per epilogue warp of both   products      reads of D before
+//                                CTAs                                        products that
+//                                overwrite it
+//
+// The cluster barrier runs twice: after the mbarriers are initialised, and before tensor memory is
+// freed and a CTA exits, because the other CTA may still arrive at its mbarriers and multiply its
+// operands.
+#pragma once
+
+#include "cuda/blackwell/shape.h"
+#include "cuda/ptx/mbarrier.cuh"
+
+namespace sonicmoe::cuda::blackwell {
+
+/// Shared memory of a CTA, by address.
+struct Cta {
+  std::uint32_t base;
+  int rank;
+
+  __device__ __forceinline__ std::uint32_t a(int stage) const { return base + stage * kStageBytes; }
+  __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + kStageBytesA; }
+  __device__ __forceinline__ std::uint32_t staging(int warp) const {
+    return base + kStagingAt + warp * kStagingBuffers * kStagingBytes;
+  }
+  __device__ __forceinline__ ptx::Mbarrier full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ ptx::Mbarrier empty(int stage) const {
+    return barrier(kStages + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier d_full(int accumulator) const {
+    return barrier(2 * kStages + accumulator);
+  }
+  __device__ __forceinline__ ptx::Mbarrier d_empty(int accumulator) const {
+    return barrier(2 * kStages + kAccumulators + accumulator);
+  }
+  __device__ __forceinline__ std::uint32_t tensor_slot() const { return base + kTensorSlotAt; }
+
+  /// One thread initialises all barriers.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int s = 0; s < kStages; s++) {
+      full(s).init(1);
+      empty(s).init(1);
+    }
+    for (int i = 0; i < kAccumulators; i++) {
+      d_full(i).init(1);
+      d_empty(i).init(kCtas * kEpilogueWarps);
+    }
+    ptx::fence_barrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ ptx::Mbarrier barrier(int i) const {
+    return ptx::Mbarrier(base + kBarriersAt + i * ptx::Mbarrier::kBytes);
+  }
+};
+
+/// A position in a ring of kCount entries, and the parity of its phase.
+template <int kCount>
+struct Ring {
+  int at = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++at == kCount) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+using StageRing = Ring<kStages>;
+using AccumulatorRing = Ring<kAccumulators>;
+
+}  // namespace sonicmoe::cuda::blackwell

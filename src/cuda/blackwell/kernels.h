@@ -1,0 +1,13 @@
+// The compiled kernels. Host only.
+#pragma once
+
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cuda::blackwell {
+
+/// Row products with the epilogue Store, Activate or ActivateGrad, of bf16 or fp16.
+const void* store_kernel(DType dtype);
+const void* activate_kernel(DType dtype);
+const void* activate_grad_kernel(DType dtype);
+
+}  // namespace sonicmoe::cuda::blackwell

@@ -1,0 +1,66 @@
+// Matrix products of a pair of CTAs: descriptors, products and their completion.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/mbarrier.cuh"
+
+namespace sonicmoe::cuda::ptx {
+
+/// Matrix descriptor of an operand of 16-bit elements in shared memory, with the 128-byte swizzle.
+/// The layouts are those of wgmma:
+///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
+///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
+/// Fields, in units of 16 bytes: start at bit 0, leading offset (between the groups) at 16, stride
+/// offset at 32. Bits 46 to 48 are the version, 1; bits 61 to 63 the swizzle, 2.
+__device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address) {
+  constexpr std::uint64_t kFixed = std::uint64_t{8192 / 16} << 16 | std::uint64_t{1024 / 16} << 32 |
+                                   std::uint64_t{1} << 46 | std::uint64_t{2} << 61;
+  return kFixed | (address & 0x3ffff) >> 4;
+}
+
+/// Instruction descriptor of a product with D in fp32 and A K-major. `types` has the types of A and
+/// B (kBrain or kHalf).
+inline constexpr std::uint32_t kBrain = 1u << 7 | 1u << 10;
+inline constexpr std::uint32_t kHalf = 0;
+__device__ __forceinline__ std::uint32_t product_descriptor(std::uint32_t types, int rows,
+                                                            int columns, bool mn_major_b) {
+  return 1u << 4 | types | (mn_major_b ? 1u << 16 : 0u) |
+         static_cast<std::uint32_t>(columns) << 14 | static_cast<std::uint32_t>(rows) << 20;
+}
+
+/// Starts D = A B, or D += A B if `accumulates`, over 16 of K. One thread of the even CTA issues it
+/// for both CTAs, whose operands are at equal addresses.
+__device__ __forceinline__ void multiply_pair(std::uint32_t d, std::uint64_t a, std::uint64_t b,
+                                              std::uint32_t descriptor, bool accumulates) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
+      "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(d),
+      "l"(a), "l"(b), "r"(descriptor), "r"(static_cast<std::uint32_t>(accumulates))
+      : "memory");
+}
+
+/// Arrives once at `barrier` of both CTAs when all earlier products of this thread are complete.
+__device__ __forceinline__ void commit_pair(Mbarrier barrier) {
+  asm volatile(
+      "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+      "[%0], %1;" ::"r"(barrier.address()),
+      "h"(static_cast<std::uint16_t>(3))
+      : "memory");
+}
+
+/// Whether this thread is the one that the warp elects. All lanes call it.
+__device__ __forceinline__ bool elect() {
+  std::uint32_t is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(is));
+  return is != 0;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+}  // namespace sonicmoe::cuda::ptx

@@ -1,0 +1,95 @@
+// Row products: A, Y, dH, dX~ and the grouped GEMM.
+#include <variant>
+
+#include "cuda/blackwell/kernels.h"
+#include "cuda/blackwell/launch.h"
+#include "cuda/blackwell/params.h"
+#include "cuda/blackwell/products.h"
+#include "cuda/portable/epilogue_params.h"
+
+namespace sonicmoe::cuda::blackwell {
+namespace {
+
+/// Loads four rows of part `part` of rows (C, width) or (C, parts, width).
+CUtensorMap rows_map(const State& state, const Tensor& rows, int part) {
+  const std::int64_t width = rows.shape[rows.rank - 1];
+  const std::int64_t skip = rows.rank == 3 ? part * rows.stride[1] * kElementBytes : 0;
+  return encode_map(state.encode, rows.dtype, static_cast<std::uint8_t*>(rows.data) + skip,
+                    {{width, 1, kDepth}, {rows.shape[0], rows.stride[0], 1}});
+}
+
+/// Loads boxes of matrices (E, columns, depth).
+CUtensorMap columns_map(const State& state, const Tensor& matrices) {
+  const int fast = major_of(matrices) == Major::kK ? 2 : 1;
+  const int slow = 3 - fast;
+  return encode_map(state.encode, matrices.dtype, matrices.data,
+                    {{matrices.shape[fast], 1, 64},
+                     {matrices.shape[slow], matrices.stride[slow], 64},
+                     {matrices.shape[0], matrices.stride[0], 1}});
+}
+
+std::int32_t k_tiles_of(std::int64_t depth) {
+  return static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
+}
+
+/// Fills `segments`, and returns their number.
+std::int32_t set_segments(const State& state, const RowProduct& product, Segment* segments) {
+  const WeightOperand& w = product.weights;
+  const bool halves = w.parts == WeightParts::kSideBySide;
+  const std::int32_t parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
+  for (std::int32_t part = 0; part < parts; part++) {
+    Segment& s = segments[part];
+    s.rows = rows_map(state, product.rows.rows, part);
+    s.columns[0] = columns_map(state, part == 0 ? w.first : w.second);
+    if (halves) s.columns[1] = columns_map(state, w.second);
+    s.k_tiles = k_tiles_of(w.first.shape[2]);
+    s.ordered = product.rows.index == nullptr ? 1 : 0;
+  }
+  if (!product.low_rank) return parts;
+  const LowRankTerm& term = *product.low_rank;
+  Segment& s = segments[parts];
+  s.rows = rows_map(state, term.inner, 0);
+  s.columns[0] = columns_map(state, term.outer[0]);
+  if (halves) s.columns[1] = columns_map(state, term.outer[1]);
+  s.k_tiles = k_tiles_of(term.inner.shape[1]);
+  s.ordered = 1;
+  return parts + 1;
+}
+
+RowTilesParams tiles_of(const RowProduct& product) {
+  constexpr std::int32_t kBrain = 1 << 7 | 1 << 10;  // of an instruction descriptor
+  const WeightOperand& w = product.weights;
+  const bool halves = w.parts == WeightParts::kSideBySide;
+  RowTilesParams tiles{};
+  tiles.records = product.groups.lists->records;
+  tiles.record_count = product.groups.lists->record_count;
+  tiles.index = product.rows.index;
+  tiles.columns = static_cast<std::int32_t>(w.first.shape[1]);
+  tiles.column_step = halves ? kTileColumns / 2 : kTileColumns;
+  tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
+  tiles.halves = halves ? 1 : 0;
+  tiles.mn_major = major_of(w.first) == Major::kMN ? 1 : 0;
+  tiles.types = product.dtype == DType::kBF16 ? kBrain : 0;
+  return tiles;
+}
+
+const void* kernel_of(const StoreOutput&, DType dtype) { return store_kernel(dtype); }
+const void* kernel_of(const Activate&, DType dtype) { return activate_kernel(dtype); }
+const void* kernel_of(const ActivateGrad&, DType dtype) { return activate_grad_kernel(dtype); }
+
+}  // namespace
+
+void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  std::visit(
+      [&](const auto& epilogue) {
+        RowProductParams<decltype(portable::epilogue_params(epilogue))> params{};
+        params.tiles = tiles_of(product);
+        params.tiles.segments = set_segments(state_of(device), product, params.segments);
+        params.epilogue = portable::epilogue_params(epilogue);
+        run(device, kernel_of(epilogue, product.dtype),
+            product.groups.most_tiles(params.tiles.column_tiles), &params, stream);
+      },
+      product.epilogue);
+}
+
+}  // namespace sonicmoe::cuda::blackwell
