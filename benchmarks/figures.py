@@ -50,6 +50,7 @@ MADE_BY = {
     "study/precision": "examples/precision_study.py",
     "h200/precision": "examples/precision_study.py",
     "study/quality": "examples/quality_study.py",
+    "study/quality_finetune": "examples/quality_study.py finetune",
 }
 
 
@@ -103,7 +104,7 @@ TABLES = {
         "finetune-trace": (finetune.trace, "h200/finetune"),
         "finetune-layers": (finetune.layers, "h200/finetune"),
         "finetune-packed": (finetune.packed, "h200/finetune"),
-        "quality-finetune": (quality("finetune"), "study/quality"),
+        "quality-finetune": (quality("finetune"), "study/quality_finetune"),
     },
     "docs/torchtitan.md": {
         "training": (training.rates, "h100/training"),
