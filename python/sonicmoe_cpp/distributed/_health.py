@@ -174,14 +174,16 @@ class RankHealth:
         reported."""
         if self._failure(until) is None:
             failure = {"rank": self.me, "until": until, "sentence": sentence}
-            self._write("failed", failure | {"written": [self.this.host, Process.now()]})
+            failure["written"] = [self.this.host, Process.now()]
+            for key in ("failed", f"failed/{self.me}"):
+                self._write(key, failure)
 
-    def _reported(self) -> dict | None:
+    def _reported(self, key: str = "failed") -> dict | None:
         """The failure that another rank has reported last, as failed() has written it."""
         if self.rank_0_holds_store and 0 in self._ended():
             return None
         with contextlib.suppress(RuntimeError):
-            found = self._ask(lambda: self._read("failed"))
+            found = self._ask(lambda: self._read(key))
             new = found is not None and (self._met or self._is_new(*found["written"]))
             return found if new and found["rank"] != self.me else None
         return None
@@ -250,15 +252,20 @@ class RankHealth:
             places = {self.me: place} | {rank: waiting[1] for rank, waiting in waits.items()}
             each = ", ".join(f"rank {rank} in {places[rank]}" for rank in self.ranks)
             return f"all ranks wait ({each}), but the exchange did not end {within}"
-        return f"{_listed(absent)} did not come {within}{self._failure_of(absent)}"
+        last = [f"rank {r} last waited in {waits[r][1]}" for r in absent if waits[r]]
+        # A rank that left a step waits in a collective that does not match, and may hold others.
+        also = f" ({', '.join(last)}, this rank waits in {place})" if last else ""
+        return f"{_listed(absent)} did not come {within}{self._failure_of(absent) or also}"
 
     def _failure_of(self, absent: list[int]) -> str:
         """What one of the absent ranks has reported, in an earlier call, too: a kernel of that call
         may have failed on that rank alone. Its time limit may end a little later than this rank's.
         """
         until = time.monotonic() + GRACE
-        while (found := self._reported()) is None or found["rank"] not in absent:
+        while True:
+            for rank in absent:
+                if (found := self._reported(f"failed/{rank}")) is not None:
+                    return f" (rank {rank} failed before: {found['sentence']})"
             if time.monotonic() > until:
                 return ""
             time.sleep(0.05)
-        return f" (rank {found['rank']} failed before: {found['sentence']})"

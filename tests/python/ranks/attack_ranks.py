@@ -87,6 +87,9 @@ class Plan(NamedTuple):
         return cls(events[seed % len(events)], size, *numbers)
 
 
+# On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then a rank
+# can tell where the others wait, but not which one has left.
+ELSEWHERE = r"|did not come within \d+ s \(rank \d last waited in "
 # What the other ranks' errors contain, unless they contain CONSEQUENCE; {v} is the attacked rank.
 SENTENCES = {
     "nothing": "",
@@ -220,6 +223,8 @@ def attack(seed: int, over: str = "gloo", ranks: int | None = None) -> str:
         return plan.event
     assert found[plan.victim] is None or plan.event not in ("kill", "stop"), found
     sentence = SENTENCES[plan.event] + place.waits
+    if place.device == "cuda" and plan.event == "leave":
+        sentence += ELSEWHERE
     sentence = sentence.format(v=plan.victim, option=OPTIONS[plan.option])
     named = re.compile(sentence + CONSEQUENCE)
     for each in others:

@@ -333,6 +333,26 @@ def test_ranks_that_wait_in_different_exchanges(tmp_path):
     assert any(sentence in error for error in found), found
 
 
+def stays_in_an_earlier_exchange(rank, size, folder):
+    """Rank 1 says where it waits, and never comes to the next exchange."""
+    group = _group.group_of(None)
+    group.read_all(_group.ROUTING, [0], torch.device("cpu"), 60.0)
+    if rank == 1:
+        group.health.waits(group.exchanges, "an exchange of sums")
+    dist.barrier()
+    if rank == 1:
+        return time.sleep(TIMEOUT)
+    group.read_all(_group.ROUTING, [0], torch.device("cpu"), 1.0)
+
+
+def test_a_rank_that_stays_in_an_earlier_exchange(tmp_path):
+    found = worlds.run(stays_in_an_earlier_exchange, 2, tmp_path)[0]["error"]
+    sentence = (
+        "rank 1 did not come within 1 s (rank 1 last waited in an exchange of sums, this rank"
+    )
+    assert sentence in found, found
+
+
 def makes_another_call(rank, size, folder):
     first, second = module(), module()
     steps(first, 1)
