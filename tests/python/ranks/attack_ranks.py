@@ -87,8 +87,8 @@ class Plan(NamedTuple):
         return cls(events[seed % len(events)], size, *numbers)
 
 
-# On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then a rank
-# can tell where the others wait, but not which one has left.
+# On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then a
+# rank can tell where the others wait, but not which one has left.
 ELSEWHERE = r"|did not come within \d+ s \(rank \d last waited in "
 # What the other ranks' errors contain, unless they contain CONSEQUENCE; {v} is the attacked rank.
 SENTENCES = {
