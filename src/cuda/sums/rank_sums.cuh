@@ -61,22 +61,79 @@ struct TokenRanks {
   int first = -1;
 };
 
+template <class Chunk>
+__device__ __forceinline__ Chunk load_sums(const RankSums& ranks, int r, std::int64_t at) {
+  return *reinterpret_cast<const Chunk*>(ranks.rows + r * ranks.rank_bytes + at);
+}
+
+/// The ranks after the first other one whose chunks a thread has registers for. On 9.0 those of
+/// four ranks are loaded together; elsewhere two of them would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+inline constexpr int kFurtherRanks = 2;
+#else
+inline constexpr int kFurtherRanks = 1;
+#endif
+
+/// The chunks of the ranks after the first other rank at kPieces places of a token, for a kernel
+/// that has registers for them: all are loaded before the first is used.
+template <class Chunk, int kPieces>
+struct FurtherSums {
+  int rank[kFurtherRanks];  ///< -1: none
+  Chunk chunk[kFurtherRanks][kPieces];
+
+  __device__ __forceinline__ FurtherSums(const RankSums& ranks, const TokenRanks& of) {
+    // Without a first one there are no others: the mask is not needed.
+    std::uint64_t left = of.first < 0 ? 0 : mask_of(ranks, of.token);
+    left &= ~(std::uint64_t{1} << ranks.own);
+#pragma unroll
+    for (int& r : rank) {
+      left &= left - 1;
+      r = __ffsll(static_cast<long long>(left)) - 1;
+    }
+  }
+  __device__ __forceinline__ void load(const RankSums& ranks, int piece, std::int64_t at) {
+#pragma unroll
+    for (int i = 0; i < kFurtherRanks; i++) {
+      if (rank[i] >= 0) chunk[i][piece] = load_sums<Chunk>(ranks, rank[i], at);
+    }
+  }
+};
+
 /// The partial sums of other ranks at byte `at` of (T, d). The chunk of the first other rank is
 /// loaded early, together with the token's rows; chunks of further ranks are loaded when they are
-/// added.
+/// added, unless FurtherSums has them.
 template <class Chunk>
 struct OtherSums {
   Chunk first{};
 
   __device__ __forceinline__ void load_first(const RankSums& ranks, const TokenRanks& of,
                                              std::int64_t at) {
-    if (of.first >= 0) first = load(ranks, of.first, at);
+    if (of.first >= 0) first = load_sums<Chunk>(ranks, of.first, at);
   }
 
   /// The sum over all ranks, in rank order. `own` is this rank's sum.
   template <class Element>
   __device__ __forceinline__ Chunk add(const RankSums& ranks, const TokenRanks& of, std::int64_t at,
                                        const Chunk& own) const {
+    return add_all<Element>(ranks, of, own, [&](int r) { return load_sums<Chunk>(ranks, r, at); });
+  }
+  template <class Element, int kPieces>
+  __device__ __forceinline__ Chunk add(const RankSums& ranks, const TokenRanks& of, std::int64_t at,
+                                       const Chunk& own, const FurtherSums<Chunk, kPieces>& further,
+                                       int piece) const {
+    return add_all<Element>(ranks, of, own, [&](int r) {
+      constexpr int kLast = kFurtherRanks - 1;
+      if (r == further.rank[0]) return further.chunk[0][piece];
+      if (kLast > 0 && r == further.rank[kLast]) return further.chunk[kLast][piece];
+      return load_sums<Chunk>(ranks, r, at);
+    });
+  }
+
+ private:
+  /// chunk_of(r) is the chunk of a rank after the first other one.
+  template <class Element, class ChunkOf>
+  __device__ __forceinline__ Chunk add_all(const RankSums& ranks, const TokenRanks& of,
+                                           const Chunk& own, const ChunkOf& chunk_of) const {
     constexpr int kWords = sizeof(Chunk) / 4;
     float total[2 * kWords] = {};
     // pinned(): else the compiler keeps the mask's address in two registers.
@@ -84,7 +141,7 @@ struct OtherSums {
     for (std::uint64_t left = mask_of(ranks, token); left != 0; left &= left - 1) {
       const int r = __ffsll(static_cast<long long>(left)) - 1;
       std::uint32_t words[kWords];
-      unpack(words, r == ranks.own ? own : r == of.first ? first : load(ranks, r, at));
+      unpack(words, r == ranks.own ? own : r == of.first ? first : chunk_of(r));
 #pragma unroll
       for (int i = 0; i < kWords; i++) {
         total[2 * i] += Pair<Element>::low(words[i]);
@@ -100,11 +157,6 @@ struct OtherSums {
     pack(sum, words);
     return sum;
   }
-
- private:
-  static __device__ __forceinline__ Chunk load(const RankSums& ranks, int r, std::int64_t at) {
-    return *reinterpret_cast<const Chunk*>(ranks.rows + r * ranks.rank_bytes + at);
-  }
 };
 
 /// OwnSum and SumOverRanks are template arguments of the sum kernels. They decide what a kernel
@@ -113,22 +165,36 @@ struct OtherSums {
 ///
 /// A kernel calls ranks_of() once for each token (or part of a token that a warp sums), before it
 /// loads the rows. load() needs the result: if load() read the mask itself, it would wait for
-/// memory twice while no other load is in flight. If fault() is true, the kernel writes NaN. It
+/// memory twice while no other load is in flight. A kernel may also ask for further() for the
+/// pieces of a token, and load them. If fault() is true, the kernel writes NaN. It
 /// calls fault() as rarely as ranks_of(), because each call waits for L2.
 struct OwnSum {
   struct Ranks {};
   template <class Chunk>
   struct Others {};
+  template <class Chunk, int kPieces>
+  struct Further {};
   __device__ __forceinline__ Ranks ranks_of(std::int64_t) const { return {}; }
   __device__ __forceinline__ bool fault() const { return false; }
   template <class Chunk>
   __device__ __forceinline__ Others<Chunk> load(Ranks, std::int64_t) const {
     return {};
   }
+  template <class Chunk, int kPieces>
+  __device__ __forceinline__ Further<Chunk, kPieces> further(Ranks) const {
+    return {};
+  }
+  template <class Chunk, int kPieces>
+  __device__ __forceinline__ void load(Further<Chunk, kPieces>&, int, std::int64_t) const {}
   /// The result. `own` is the sum of this launch.
   template <class Element, class Chunk>
   __device__ __forceinline__ Chunk add(const Others<Chunk>&, Ranks, std::int64_t,
                                        const Chunk& own) const {
+    return own;
+  }
+  template <class Element, class Chunk, int kPieces>
+  __device__ __forceinline__ Chunk add(const Others<Chunk>&, Ranks, std::int64_t, const Chunk& own,
+                                       const Further<Chunk, kPieces>&, int) const {
     return own;
   }
 };
@@ -137,6 +203,8 @@ struct SumOverRanks {
   using Ranks = TokenRanks;
   template <class Chunk>
   using Others = OtherSums<Chunk>;
+  template <class Chunk, int kPieces>
+  using Further = FurtherSums<Chunk, kPieces>;
 
   __device__ __forceinline__ Ranks ranks_of(std::int64_t token) const {
     return {static_cast<std::uint32_t>(token), first_other(sums, mask_of(sums, token))};
@@ -154,6 +222,21 @@ struct SumOverRanks {
   __device__ __forceinline__ Chunk add(const Others<Chunk>& others, const Ranks& ranks,
                                        std::int64_t at, const Chunk& own) const {
     return others.template add<Element>(sums, ranks, at, own);
+  }
+  template <class Chunk, int kPieces>
+  __device__ __forceinline__ Further<Chunk, kPieces> further(const Ranks& ranks) const {
+    return {sums, ranks};
+  }
+  template <class Chunk, int kPieces>
+  __device__ __forceinline__ void load(Further<Chunk, kPieces>& further, int piece,
+                                       std::int64_t at) const {
+    further.load(sums, piece, at);
+  }
+  template <class Element, class Chunk, int kPieces>
+  __device__ __forceinline__ Chunk add(const Others<Chunk>& others, const Ranks& ranks,
+                                       std::int64_t at, const Chunk& own,
+                                       const Further<Chunk, kPieces>& further, int piece) const {
+    return others.template add<Element>(sums, ranks, at, own, further, piece);
   }
 };
 

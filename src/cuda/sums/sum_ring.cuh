@@ -185,8 +185,8 @@ struct SumRing {
     std::uint32_t weight_address_ = 0;  // 0: no weight to store
   };
 
-  /// The partial sums of other ranks. They are loaded to registers one part before they are added.
-  /// The mask of the ranks that have a partial sum is loaded two parts before.
+  /// The partial sums of the first other rank. They are loaded before the rows of the part are
+  /// summed. The mask of the ranks that have a partial sum is loaded one part before.
   template <class Result>
   class OfOthers {
    public:
@@ -197,13 +197,19 @@ struct SumRing {
     };
 
     __device__ __forceinline__ OfOthers(const RingArgs& a, const Result& result)
-        : at_(a), ranks_(find(a, result)) {
-      load(a, result);
-    }
-    /// The chunks of the next part of the warp.
+        : at_(a), ranks_(find(a, result)) {}
+    /// The chunks of the warp's next part, which has a token.
     __device__ __forceinline__ Part take(const RingArgs& a, const Result& result) {
-      const Part part = next_;
-      load(a, result);
+      const int chunks = at_.chunks(a);
+      Part part{ranks_, result.fault(), {}};
+#pragma unroll
+      for (int c = 0; c < kPieces; c++) {
+        if (static_cast<int>(threadIdx.x & 31) + 32 * c < chunks) {
+          part.chunk[c] = result.template load<uint4>(ranks_, at_.byte(a, c));
+        }
+      }
+      at_.next(a);
+      ranks_ = find(a, result);
       return part;
     }
 
@@ -212,24 +218,9 @@ struct SumRing {
                                                            const Result& result) const {
       return at_.token < a.sum.tokens ? result.ranks_of(at_.token) : typename Result::Ranks{};
     }
-    __device__ __forceinline__ void load(const RingArgs& a, const Result& result) {
-      if (at_.token >= a.sum.tokens) return;
-      const int chunks = at_.chunks(a);
-      next_.ranks = ranks_;
-      next_.fault = result.fault();
-#pragma unroll
-      for (int c = 0; c < kPieces; c++) {
-        if (static_cast<int>(threadIdx.x & 31) + 32 * c < chunks) {
-          next_.chunk[c] = result.template load<uint4>(ranks_, at_.byte(a, c));
-        }
-      }
-      at_.next(a);
-      ranks_ = find(a, result);
-    }
 
-    Walk at_;  // the part that is loaded next
+    Walk at_;  // the part whose ranks are known
     typename Result::Ranks ranks_;
-    Part next_;
   };
 
   /// Adds the rows of a batch.
@@ -278,6 +269,11 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& r
   for (SumRing::Walk at(a); at.token < s.tokens; at.next(a)) {
     const int chunks = at.chunks(a);
     const auto others = ahead.take(a, result);
+    auto further = result.template further<uint4, SumRing::kPieces>(others.ranks);
+#pragma unroll
+    for (int c = 0; c < SumRing::kPieces; c++) {
+      if (lane + 32 * c < chunks) result.load(further, c, at.byte(a, c));
+    }
     float sum[SumRing::kPieces][8] = {};
     std::uint32_t header = 0;
     while ((header & SumRing::kLast) == 0) {
@@ -306,8 +302,9 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& r
       const std::int64_t byte = at.byte(a, c);
       const uint4 total =
           s.is_fp16 != 0
-              ? result.template add<__half>(others.chunk[c], others.ranks, byte, own)
-              : result.template add<__nv_bfloat16>(others.chunk[c], others.ranks, byte, own);
+              ? result.template add<__half>(others.chunk[c], others.ranks, byte, own, further, c)
+              : result.template add<__nv_bfloat16>(others.chunk[c], others.ranks, byte, own,
+                                                   further, c);
       out[32 * c] = others.fault ? nan_chunk<uint4>() : total;
     }
   }
