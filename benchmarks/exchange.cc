@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <sstream>
@@ -231,12 +232,14 @@ struct Transfers {
 Transfers transfer_times(const Options& options, const Config& c) {
   const std::int32_t count = options.ranks;
   PretendedRanks ranks(group_of(options, c));
-  std::vector<std::unique_ptr<Memory>> rows, marks;
+  std::vector<std::unique_ptr<Memory>> rows, offsets;
+  std::vector<std::int32_t> each_has_a_row(count * c.tokens + 1);
+  std::iota(each_has_a_row.begin(), each_has_a_row.end(), 0);
   for (std::int32_t r = 0; r < count; ++r) {
     must(cudaSetDevice(ranks.ordinal(r)));
     rows.push_back(std::make_unique<Memory>(count * c.tokens * c.hidden, 1.0));
-    marks.push_back(std::make_unique<Memory>(count * c.tokens));
-    marks[r]->upload(std::vector<std::uint8_t>(c.tokens, 1));
+    offsets.push_back(std::make_unique<Memory>(each_has_a_row.size() * 4));
+    offsets[r]->upload(each_has_a_row);
     // All ranks but this rank: a copy from a rank to itself does not leave the rank.
     const std::uint64_t others = ((1ull << count) - 1) & ~(1ull << r);
     std::vector<std::uint64_t> masks(c.tokens, others);
@@ -247,28 +250,21 @@ Transfers transfer_times(const Options& options, const Config& c) {
   const auto step = [&](std::int32_t r, bool combine) {
     Exchange& e = ranks.exchange(r);
     const cudaStream_t stream = ranks.stream(r);
-    cuda::begin_phases(
-        *e.device, e.peers,
-        cuda::phase_bit(cuda::kPhasePartials) | cuda::phase_bit(cuda::kPhaseMorePartials), stream);
+    cuda::begin_phases(*e.device, e.peers, cuda::phase_bit(cuda::kPhasePartials), stream);
     cuda::follow(e, e.sending, stream);
-    for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
-      if (part.count == 0) continue;
-      if (combine) {
-        for (std::int32_t place = 1; place < count; ++place) {
-          cuda::send_partials(e, {rows[r]->data(), c.hidden,
-                                  static_cast<const std::uint8_t*>(marks[r]->data()), part, place});
-        }
-      } else if (part.first == 0) {
-        cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden),
-                        {e.layout.x, part.phase});
-      } else {
-        cuda::announce(e, part.phase, e.sending);
-      }
+    if (!combine) {
+      cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden),
+                      {e.layout.x, cuda::kPhasePartials});
+    }
+    for (std::int32_t place = 1; combine && place < count; ++place) {
+      cuda::send_partials(e, {rows[r]->data(),
+                              c.hidden,
+                              static_cast<const std::int32_t*>(offsets[r]->data()),
+                              {0, c.tokens, cuda::kPhasePartials},
+                              place});
     }
     cuda::follow(e, stream, e.sending);
-    for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
-      if (part.count != 0) cuda::wait_for(*e.device, e.peers, {part.phase}, e.limits, stream);
-    }
+    cuda::wait_for(*e.device, e.peers, {cuda::kPhasePartials}, e.limits, stream);
   };
   const Clock clock(ranks);
   const auto time = [&](bool combine) {

@@ -96,8 +96,7 @@ SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 /// The sizes of the buffers of a step, as moe_sizes(). `problem` describes this rank's tokens and
 /// all E experts, in the form kIds or kPairs; E must be a multiple of W. `rows` is the capacity:
 /// the largest number of rows that this rank's experts may get. In addition to the layer's
-/// metadata, saved has 12 bytes a row and one byte for each of W * max_tokens tokens. A step uses
-/// scratch until ComputedStep::finish().
+/// metadata, saved has 12 bytes a row. A step uses scratch until ComputedStep::finish().
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 

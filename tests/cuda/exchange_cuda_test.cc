@@ -148,9 +148,9 @@ TEST(Exchange, RowsOfAnyStrideAreCopied) {
   }
 }
 
-TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
+void expect_missing_rank_named(ExchangeTransport transport) {
   const RankShape shape;
-  GroupOptions options = options_of(shape, 3, ExchangeTransport::kPush);
+  GroupOptions options = options_of(shape, 3, transport);
   Group sound(shape, options);
   sound.route(1, 24);
   const Bits want = sound.run();
@@ -185,6 +185,13 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_TRUE(contains(late, "says rank ")) << late;
   group.ranks.reset();
   EXPECT_EQ(group.run(), want) << "after a reset";
+}
+TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
+  expect_missing_rank_named(ExchangeTransport::kPush);
+}
+/// There the ranks meet before they send rows.
+TEST(Exchange, ARankThatDoesNotComeToTheMeetingIsNamed) {
+  expect_missing_rank_named(ExchangeTransport::kCopy);
 }
 
 /// Rank 1 leaves the step after its forward: it never calls backward, but begins another forward.
@@ -245,18 +252,14 @@ TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
   must(cudaMemcpy(control->slots, counts, sizeof(counts), cudaMemcpyHostToDevice));
   must(cudaMemcpy(&control->fault, &fault, sizeof(fault), cudaMemcpyHostToDevice));
   DeviceArray token(kRows * 4), expert(kRows * 4), weight(kRows * 4), slot(kRows * 4);
-  DeviceArray has_row(s.ranks * s.max_tokens);
   const cuda::PairList list{
-      static_cast<std::int32_t*>(token.data()),   static_cast<std::int32_t*>(expert.data()),
-      static_cast<float*>(weight.data()),         static_cast<std::int32_t*>(slot.data()),
-      static_cast<std::uint8_t*>(has_row.data()), kRows};
+      static_cast<std::int32_t*>(token.data()), static_cast<std::int32_t*>(expert.data()),
+      static_cast<float*>(weight.data()), static_cast<std::int32_t*>(slot.data()), kRows};
   const cuda::PairWork work{exchange.device, exchange.peers, s, shape.experts / 2, exchange.limits};
-  cuda::count_pairs(work, &list, ranks.stream(0));
   cuda::list_pairs(work, list, ranks.stream(0));
   ranks.wait_quietly();
   EXPECT_EQ(token.get<std::int32_t>(), std::vector<std::int32_t>(kRows, -1));
   EXPECT_EQ(expert.get<std::int32_t>(), std::vector<std::int32_t>(kRows, -1));
-  EXPECT_EQ(has_row.get(), std::vector<std::uint8_t>(s.ranks * s.max_tokens, 0));
   token.fill(0);
   slot.fill(0);
   const std::vector<std::uint8_t> before = ranks.buffer(0).get();
@@ -274,7 +277,11 @@ TEST(Exchange, AFailedRankSendsNothing) {
   const Exchange& exchange = ranks.exchange(0);
   const cudaStream_t stream = ranks.stream(0);
   DeviceArray rows(s.ranks * s.max_tokens * s.hidden * 2, 0x11);
-  DeviceArray has_row(s.ranks * s.max_tokens, 1), ids(shape.top_k * 4, 0), weights(ids.bytes(), 0);
+  DeviceArray ids(shape.top_k * 4, 0), weights(ids.bytes(), 0);
+  std::vector<std::int32_t> offsets(s.ranks * s.max_tokens + 1);  // each token has a row
+  for (std::size_t t = 0; t < offsets.size(); ++t) offsets[t] = static_cast<std::int32_t>(t);
+  DeviceArray token_offsets(static_cast<std::int64_t>(offsets.size()) * 4);
+  token_offsets.set(offsets);
   const std::vector<std::uint64_t> masks(s.max_tokens, 2);  // rank 1
   must(cudaMemcpy(ranks.at<void>(0, exchange.layout.rank_masks), masks.data(), masks.size() * 8,
                   cudaMemcpyHostToDevice));
@@ -308,7 +315,7 @@ TEST(Exchange, AFailedRankSendsNothing) {
       for (const cuda::TokenPart& part : cuda::token_parts(s)) {
         cuda::push_partials(
             exchange.peers, s,
-            {rows.data(), s.hidden, static_cast<std::uint8_t*>(has_row.data()), part, 1}, 8,
+            {rows.data(), s.hidden, static_cast<std::int32_t*>(token_offsets.data()), part, 1}, 8,
             stream);
       }
     });

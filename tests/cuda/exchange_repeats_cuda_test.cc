@@ -126,6 +126,27 @@ TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
   }
 }
 
+/// The small form of the test above, for the emulator. An expert has about 50 rows of each rank, or
+/// 18: so records have rows of three ranks, or of four.
+TEST(ExchangeRepeats, FourRanksInAnyGroups) {
+  for (const std::int64_t tokens : {100, 36}) {
+    const RankShape shape{.tokens = tokens, .hidden = 136, .width = 72, .experts = 8, .top_k = 4};
+    Group push(shape, options_of(shape, 4, ExchangeTransport::kPush));
+    Group copy(shape, options_of(shape, 4, ExchangeTransport::kCopy));
+    route(push);
+    route(copy);
+    set_groups(push, 1);
+    const Bits want = push.run();
+    for (const int groups : {1, 2, 3}) {
+      set_groups(push, groups);
+      set_groups(copy, groups);
+      EXPECT_TRUE(push.run() == want) << "push, groups " << groups;
+      EXPECT_TRUE(copy.run() == want) << "copy, groups " << groups;
+    }
+    expect_repeats(copy, want, 3, 1);
+  }
+}
+
 TEST(ExchangeRepeats, SeveralGpusEqualPretendedRanks) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));

@@ -26,6 +26,7 @@ const char* phase_text(std::uint32_t phase) {
   switch (phase) {
     case kPhaseRouting:
       return "send its routing";
+    case kPhaseReady:
     case kPhaseStarted:
     case kPhaseRows:
       return "send its rows";
@@ -151,8 +152,8 @@ ExchangeLayout exchange_layout(const ExchangeShape& s) {
   layout.dout = place(rows * dtype_bytes(s.dtype));
   layout.partials = place(rows * dtype_bytes(s.dtype));
   layout.score_grads = place(s.max_slots * 4);
+  layout.pair_counts = place(s.ranks * chunks_of(s) * 4);
   layout.rank_masks = place(s.max_tokens * 8);
-  layout.block_counts = place(pair_blocks(s) * 4);
   layout.bytes = carver.used();
   return layout;
 }

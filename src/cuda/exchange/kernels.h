@@ -42,6 +42,11 @@ struct Awaited {
 void wait_for(const Device& device, const Peers& peers, const Awaited& awaited,
               const WaitLimits& limits, cudaStream_t stream);
 
+/// Waits for kPhaseFree of all ranks, announces kPhaseReady, waits until all ranks have announced
+/// it, and announces kPhaseStarted. So the ranks begin to send within a few microseconds. An
+/// earlier kernel must begin the epochs.
+void meet(const Device& device, const Peers& peers, const WaitLimits& limits, cudaStream_t stream);
+
 /// This rank's routing, one entry for each slot.
 struct OwnSlots {
   Tensor expert;  ///< ids (T, K), or the expert of each pair
@@ -56,19 +61,19 @@ struct OwnSlots {
 /// Sets bit r of masks[t] if rank r owns an expert of token t, else clears it.
 void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* masks,
                 cudaStream_t stream);
-/// Writes this rank's slots to the buffers of all ranks.
+/// Writes this rank's slots to the buffers of all ranks, and to each rank the number of its pairs
+/// in each chunk of them. Then announces kPhaseRouting.
 void send_slots(const Device& device, const Peers& peers, const ExchangeShape& shape,
                 const OwnSlots& slots, cudaStream_t stream);
 
 /// The pairs of this rank: the slots of all ranks whose expert this rank owns, in the order
 /// (rank, slot).
 struct PairList {
-  std::int32_t* token;    ///< (rows) Peers::place() of its rank * max_tokens + its index on that
-                          ///< rank; -1 past the last pair
-  std::int32_t* expert;   ///< (rows) index among this rank's experts
-  float* weight;          ///< (rows)
-  std::int32_t* slot;     ///< (rows) index of the slot on the sending rank
-  std::uint8_t* has_row;  ///< (W * max_tokens) 1: the token has a pair
+  std::int32_t* token;   ///< (rows) Peers::place() of its rank * max_tokens + its index on that
+                         ///< rank; -1 past the last pair
+  std::int32_t* expert;  ///< (rows) index among this rank's experts
+  float* weight;         ///< (rows)
+  std::int32_t* slot;    ///< (rows) index of the slot on the sending rank
   std::int64_t rows;
 };
 struct PairWork {
@@ -78,9 +83,7 @@ struct PairWork {
   std::int64_t experts_per_rank;
   WaitLimits limits;
 };
-/// Counts the pairs, and sets list.has_row to 0 if `list` is not null. list_pairs() needs both.
-void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream);
-/// Writes the number of pairs that count_pairs() has counted to `total`.
+/// Writes the number of pairs, which the other ranks have counted, to `total`.
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
 /// Fills the list. If there are more pairs than list.rows, it records a fault and alarms all ranks.
 /// After an earlier fault the list is empty.
@@ -112,8 +115,8 @@ void copy_own_rows(const Peers& peers, const RowSource& source, std::int64_t off
 /// the rank at `place`.
 struct PartialSource {
   const void* data;
-  std::int64_t hidden;  ///< d
-  const std::uint8_t* has_row;
+  std::int64_t hidden;                ///< d
+  const std::int32_t* token_offsets;  ///< of Metadata: which tokens have rows; null: none has
   TokenPart part;
   std::int32_t place;
 };

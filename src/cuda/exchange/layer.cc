@@ -19,6 +19,13 @@
 //   backward  dH own | dH 1 2 3 | dX~           | dW2          | dW1
 //   aside     own rows of dO, x                 | dX 1 2 3  dS   dX own
 //   sending   dO 1 2 3 ---> x 1 2 3 --->            | 1 ---> 2 ---> 3 --->
+//
+// In a narrow layer with three other ranks, Y of a list follows A of it (follows_arrivals()). A
+// record may have rows of rank 1 and of rank 2, so the rows of rank 1 are complete behind the list
+// of rank 2:
+//
+//   forward   A own | A 1  Y 1 | A 2  Y 2  O 1 | A 3  Y 3  O 2  O 3 | Y own | O own
+//   sending   x 1 2 3 --->                  1 --->             2 3 --->
 #include <algorithm>
 
 #include "cuda/exchange/step.h"
@@ -67,9 +74,18 @@ SourceGroups divided(const ExchangeShape& shape, int groups) {
   return g;
 }
 
+bool has_factors(const Run& run) { return run.layer.up_rank != 0 || run.layer.down_rank != 0; }
+
+/// Whether Y of a list is computed behind A of this list. Not beside low-rank factors, because U
+/// has one launch over all rows.
+bool follows_arrivals(const Run& run, const SplitLists& lists) {
+  return lists.arrivals.groups > 1 && !has_factors(run);
+}
+
 /// The lists of a pass. A launch more costs a product of a wide layer a few percent of its time. In
 /// a narrow layer the transfers take longer than the products, so each launch should begin when its
-/// rows come and end when its sums can be sent.
+/// rows come and end when its sums can be sent. There Y has the lists of A (follows_arrivals()),
+/// and there are no lists `sums`.
 ///
 /// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would
 /// wait for all rows before the product with the weights begins.
@@ -79,14 +95,16 @@ SplitLists lists_of(const Run& run, bool has_sums) {
   const bool narrow = run.layer.width < kNarrow;
   const int most = kMostSourceGroups;
   SplitLists lists{e.shape.max_tokens, {}, {}};
-  if (has_sums) lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
-  const bool has_factors = run.layer.up_rank != 0 || run.layer.down_rank != 0;
-  const bool awaits = e.awaits_rows && !has_factors && run.layer.precision == Precision::kTensors;
+  const bool awaits =
+      e.awaits_rows && !has_factors(run) && run.layer.precision == Precision::kTensors;
   if (awaits && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
       splits_by_source(run.layer.experts, e.shape.ranks)) {
     lists.by_source = e.shape.ranks;
   } else {
     lists.arrivals = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 1);
+  }
+  if (has_sums && !follows_arrivals(run, lists)) {
+    lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
   }
   return lists;
 }
@@ -108,8 +126,10 @@ struct Gathered {
   std::optional<RowProduct> inner;
 };
 
-/// Launches a product over the rows of x or dout of all ranks. In fp8 the rows travel as elements
-/// and are quantised here, own rows before the first launch, others when they have come.
+/// Launches a product over the rows of x or dout of all ranks: multiply_own() over this rank's
+/// rows, then multiply_others() over the others, or over all if tiles wait for their rows. In fp8
+/// the rows travel as elements and are quantised here, own rows before the first launch, others
+/// when they have come.
 struct GatheredRows {
   const Run& run;
   const SplitLists& lists;
@@ -118,9 +138,18 @@ struct GatheredRows {
   const CodedRows& coded;  ///< in fp8 the codes of `received`; else absent
   const Launch& launch;
 
-  void multiply(const Gathered& g, unsigned* counters) const {
+  bool has_codes() const { return coded.codes.data != nullptr; }
+  void multiply_own(const Gathered& g, unsigned* counters) const {
+    if (lists.by_source != 0) return;
+    if (has_codes()) quantize(own, 0);
+    multiply_list(g, run.memory.split.own, counters, 0, has_codes() ? nullptr : &own);
+  }
+  /// Calls after(i) when the product over list i of the arrivals is launched; not if tiles wait.
+  template <class After>
+  void multiply_others(const Gathered& g, unsigned* counters, const After& after) const {
     const Exchange& e = run.exchange;
     const RecordSplit& split = run.memory.split;
+    follow(e, run.stream, e.aside);  // for the copy of own rows
     if (lists.by_source != 0) {
       // The tiles wait on all multiprocessors. So the copies that they wait for must not need one
       // any more, on any rank.
@@ -131,21 +160,19 @@ struct GatheredRows {
       run.wait({kPhaseRows}, run.stream);
       return;
     }
-    const bool codes = coded.codes.data != nullptr;
-    if (codes) quantize(own, 0);
-    multiply_list(g, split.own, counters, 0, codes ? nullptr : &own);
     for (int a = 0; a < lists.arrivals.groups; ++a) {
       std::uint64_t from = 0;
       for (std::int32_t p = lists.arrivals.bounds[a]; p < lists.arrivals.bounds[a + 1]; ++p) {
         from |= std::uint64_t{1} << (e.peers.rank + p) % e.peers.ranks;
       }
       run.wait({kPhaseRows, from}, run.stream);
-      if (codes) {
+      if (has_codes()) {
         const std::int64_t begin = lists.arrivals.bounds[a] * lists.tokens;
         const std::int64_t end = lists.arrivals.bounds[a + 1] * lists.tokens;
         quantize(part_of(received, begin, end - begin), begin);
       }
       multiply_list(g, split.arrivals[a], counters, 1 + a, nullptr);
+      after(a);
     }
   }
 
@@ -205,12 +232,17 @@ void each_part(const Run& run, const F& f) {
   }
 }
 
-/// Sends the partial sums of a part of the rank at place `place`, after the work that is now on
-/// `stream` has computed them.
-void send_part(const Run& run, std::int32_t place, const TokenPart& part, cudaStream_t stream) {
+/// Partial sums of a part of the tokens of the rank at place `place`.
+PartialSource partials_of(const Run& run, const std::int32_t* token_offsets, std::int32_t place,
+                          const TokenPart& part) {
+  return {run.memory.partials, run.layer.hidden, token_offsets, part, place};
+}
+
+/// Sends partial sums after the work that is now on `stream` has computed them.
+void send_after(const Run& run, cudaStream_t stream, const PartialSource& partials) {
   const Exchange& e = run.exchange;
   follow(e, e.sending, stream);
-  send_partials(e, {run.memory.partials, run.layer.hidden, run.memory.pairs.has_row, part, place});
+  send_partials(e, partials);
 }
 
 /// Copies the rows of x to the caller's buffer, on the stream `aside`, while the layer computes.
@@ -233,7 +265,9 @@ void send_nothing(const Run& run) {
   // epoch before that. So both are on the same stream.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   for (std::int32_t p = 1; p < e.peers.ranks; ++p) {
-    each_part(run, [&](const TokenPart& part) { send_part(run, p, part, run.stream); });
+    each_part(run, [&](const TokenPart& part) {
+      send_after(run, run.stream, partials_of(run, nullptr, p, part));
+    });
   }
 }
 
@@ -241,6 +275,7 @@ void send_nothing(const Run& run) {
 /// partial sums of its own.
 void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
   const Exchange& e = run.exchange;
+  if (stream != e.aside) follow(e, stream, e.aside);  // for the ranks of each token
   each_part(run, [&](const TokenPart& part) { run.wait({part.phase}, stream); });
   sum_partials(e.peers, e.shape, out, stream);
 }
@@ -334,10 +369,11 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
     add_factor_copies(b.call.lora, steps);
   });
   const SplitLists lists = lists_of(run, false);
-  follow(e, run.stream, e.aside);  // for the copies of own rows
   split_records(*e.device, run.layer, b.pass.metadata, lists, m.split, run.stream);
   const GatheredRows rows{run, lists, dout, b.args.dout, b.scratch.dout, launch};
-  rows.multiply({"dH", dh, "Q", hidden_grad_inner_product(b.call)}, b.scratch.counters);
+  const Gathered gathered{"dH", dh, "Q", hidden_grad_inner_product(b.call)};
+  rows.multiply_own(gathered, b.scratch.counters);
+  rows.multiply_others(gathered, b.scratch.counters, [](int) {});
   launch([&](Steps& steps) { add_after_hidden_grad(b.call, steps); });
   if (b.args.dx.data == nullptr) return;
   RowProduct dx = input_grad_product(b.call, dh);
@@ -365,7 +401,7 @@ void send_sums(const Run& run, const Backward& b) {
         TokenSum sum = b.sum(b.args.dx, tokens_of(run, p, part), nullptr);
         if (first) sum.start = Start::kAfterPrevious;
         launch([&](Steps& steps) { steps.add("dX", sum); });
-        send_part(run, p, part, stream);
+        send_after(run, stream, partials_of(run, b.pass.metadata.token_offsets, p, part));
       });
     }
   };
@@ -405,26 +441,36 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     add_factor_copies(f.lora, steps);
   });
   const SplitLists lists = lists_of(run, true);
-  follow(e, run.stream, e.aside);  // for the copy of own rows
   split_records(*e.device, run.layer, f.pass.metadata, lists, m.split, run.stream);
   const GatheredRows rows{run, lists, args.x, f.args.x, f.scratch.x, launch};
-  rows.multiply({"A", a, "P", up_inner_product(f.pass, f.args, f.lora)}, counters);
-  launch([&](Steps& steps) { add_down_inner(f.pass, f.scratch.a.elements, f.lora, steps); });
-  if (run.keeps_rows()) keep_rows(run);
   int counter = 1 + kMostSourceGroups;
   const auto multiply_down = [&](const Metadata& list) {
     launch([&](Steps& steps) { steps.add("Y", part_of(y, list, counters, counter++)); });
   };
-  for (int g = 0; g < lists.sums.groups; ++g) {
-    multiply_down(m.split.sums[g]);
-    for (std::int32_t p = lists.sums.bounds[g]; p < lists.sums.bounds[g + 1]; ++p) {
+  const auto send_sums = [&](const SourceGroups& of, int g) {
+    for (std::int32_t p = of.bounds[g]; p < of.bounds[g + 1]; ++p) {
       each_part(run, [&](const TokenPart& part) {
         launch([&](Steps& steps) {
           steps.add("O", f.sum(f.args.out, tokens_of(run, p, part), nullptr));
         });
-        send_part(run, p, part, run.stream);
+        send_after(run, run.stream, partials_of(run, f.pass.metadata.token_offsets, p, part));
       });
     }
+  };
+  const Gathered gathered{"A", a, "P", up_inner_product(f.pass, f.args, f.lora)};
+  const bool follows = follows_arrivals(run, lists);
+  rows.multiply_own(gathered, counters);
+  rows.multiply_others(gathered, counters, [&](int group) {
+    if (!follows) return;
+    multiply_down(m.split.arrivals[group]);
+    if (group > 0) send_sums(lists.arrivals, group - 1);
+  });
+  launch([&](Steps& steps) { add_down_inner(f.pass, f.scratch.a.elements, f.lora, steps); });
+  if (run.keeps_rows()) keep_rows(run);
+  if (follows) send_sums(lists.arrivals, lists.arrivals.groups - 1);
+  for (int g = 0; g < lists.sums.groups; ++g) {
+    multiply_down(m.split.sums[g]);
+    send_sums(lists.sums, g);
   }
   follow(e, e.sending, run.stream);
   if (run.keeps_rows()) follow(e, e.sending, e.aside);

@@ -15,6 +15,7 @@ namespace sonicmoe::cuda {
 /// sending rank. The comments say which data have then arrived.
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
+  kPhaseReady,         ///< nothing: the rank is about to send rows (kCopy, more than two ranks)
   kPhaseStarted,       ///< nothing: the rank's copy engines have begun to send rows (kCopy)
   kPhaseRows,          ///< rows of x; in backward rows of dout
   kPhaseAgain,         ///< backward: rows of x
@@ -48,6 +49,7 @@ struct Control {
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
   std::uint32_t fault;       ///< FaultCode of this rank
+  PushProgress push_slots;   ///< of slots, on the caller's stream
   PushProgress push;         ///< of rows and partial sums, on the sending stream
   PushProgress push_scores;  ///< of gradients of routing weights, on the stream `aside`
   std::uint64_t deadline;    ///< of the rows of a product that waits for them (RowArrivals)
@@ -93,9 +95,8 @@ struct ExchangeLayout {
   std::int64_t dout;         ///< dO, with the shape and order of x
   std::int64_t partials;     ///< (W, max_tokens, d) by rank: its partial sums of this rank's tokens
   std::int64_t score_grads;  ///< (max_slots) fp32, each written by the rank of its expert
-  // Used by this rank only:
-  std::int64_t rank_masks;    ///< (max_tokens) bit q: rank q owns an expert of the token
-  std::int64_t block_counts;  ///< pairs that each block of count_pairs has counted
+  std::int64_t pair_counts;  ///< (W, chunks_of()) this rank's pairs in each chunk of slots
+  std::int64_t rank_masks;   ///< (max_tokens) bit q: rank q owns an expert; used by this rank only
   std::int64_t bytes;
 };
 
@@ -116,10 +117,11 @@ inline std::array<TokenPart, 2> token_parts(const ExchangeShape& shape) {
   return {{{0, first, kPhasePartials}, {first, shape.max_tokens - first, kPhaseMorePartials}}};
 }
 
-/// The number of slots that one block of count_pairs() or list_pairs() processes.
+/// The number of slots that one block of send_slots() or list_pairs() processes.
 inline constexpr std::int64_t kPairChunk = 1024;
-inline std::int64_t pair_blocks(const ExchangeShape& shape) {
-  return (shape.ranks * shape.max_slots + kPairChunk - 1) / kPairChunk;
+/// The chunks of a rank's slots.
+inline std::int64_t chunks_of(const ExchangeShape& shape) {
+  return (shape.max_slots + kPairChunk - 1) / kPairChunk;
 }
 
 /// The symmetric buffers of all ranks; passed to kernels by value.

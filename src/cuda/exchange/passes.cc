@@ -32,23 +32,31 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-/// Begins the epochs of a step, marks the ranks of each token, and makes the other streams wait for
-/// the caller's stream.
+/// Begins the epochs of a step, makes the other streams wait for the caller's stream, and marks the
+/// ranks of each token. Push kernels need the marks; copies of whole rows do not wait for them.
 void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   const Exchange& e = run.exchange;
+  const auto mark = [&](cudaStream_t stream) {
+    mark_ranks(*e.device, slots, e.peers.own<std::uint64_t>(e.layout.rank_masks), stream);
+  };
+  const bool pushes = e.transport == ExchangeTransport::kPush;
   begin_phases(*e.device, e.peers, phases, run.stream);
-  mark_ranks(*e.device, slots, e.peers.own<std::uint64_t>(e.layout.rank_masks), run.stream);
+  if (pushes) mark(run.stream);
   for (cudaStream_t stream : {e.sending, e.aside}) follow(e, stream, run.stream);
+  if (!pushes) mark(e.aside);
 }
 
 /// Waits until the other ranks have read the rows of the previous step, then announces that this
 /// rank sends. From then on its rows need copy engines only, no multiprocessor.
+///
+/// More than two ranks begin together. A rank that began later would send to a rank that already
+/// gets the next rank's rows, and both would have half of the link.
 void begin_sending(const Run& run) {
   const Exchange& e = run.exchange;
+  const bool copies = e.transport == ExchangeTransport::kCopy;
+  if (copies && e.peers.ranks > 2) return meet(*e.device, e.peers, e.limits, e.sending);
   run.wait({kPhaseFree}, e.sending);
-  if (e.transport == ExchangeTransport::kCopy) {
-    announce_by_kernel(*e.device, e.peers, kPhaseStarted, e.sending);
-  }
+  if (copies) announce_by_kernel(*e.device, e.peers, kPhaseStarted, e.sending);
 }
 /// Makes the caller's stream wait for all work that was enqueued on the others.
 void end_step(const Run& run) {
@@ -63,20 +71,19 @@ void copy_own(const Exchange& e, const Tensor& rows, std::int64_t offset) {
                 e.aside);
 }
 
-constexpr std::uint32_t kForwardPhases = phase_bit(kPhaseRouting) | phase_bit(kPhaseStarted) |
-                                         phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
-                                         phase_bit(kPhaseMorePartials);
+/// The phases of forward and of backward.
+constexpr std::uint32_t kBothPhases = phase_bit(kPhaseReady) | phase_bit(kPhaseStarted) |
+                                      phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
+                                      phase_bit(kPhaseMorePartials);
+constexpr std::uint32_t kForwardPhases = kBothPhases | phase_bit(kPhaseRouting);
 /// And kPhaseAgain, if x is sent again.
-constexpr std::uint32_t kBackwardPhases = phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
-                                          phase_bit(kPhasePartials) |
-                                          phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores);
+constexpr std::uint32_t kBackwardPhases = kBothPhases | phase_bit(kPhaseScores);
 
 void begin_forward(const Run& run, const ForwardArgs& args) {
   const Exchange& e = run.exchange;
   const OwnSlots slots = own_slots(e, run.problem, args.routing);
   begin_step(run, slots, kForwardPhases);
   send_slots(*e.device, e.peers, e.shape, slots, run.stream);
-  announce_by_kernel(*e.device, e.peers, kPhaseRouting, run.stream);
   begin_sending(run);
   send_rows(e, args.x, {e.layout.x, kPhaseRows});
   copy_own(e, args.x, e.layout.x);
@@ -96,9 +103,7 @@ void begin_backward(const Run& run, const BackwardArgs& args) {
 
 void list_rows(const Run& run) {
   run.wait({kPhaseRouting}, run.stream);
-  const PairWork work = pair_work(run.exchange, run.problem);
-  count_pairs(work, &run.memory.pairs, run.stream);
-  list_pairs(work, run.memory.pairs, run.stream);
+  list_pairs(pair_work(run.exchange, run.problem), run.memory.pairs, run.stream);
 }
 
 /// The gradients of routing weights arrive before the partial sums, and are taken while these
@@ -158,7 +163,6 @@ StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffe
   m.pairs.token = kept.take<std::int32_t>(layer.capacity);
   m.pairs.weight = kept.take<float>(layer.capacity);
   m.pairs.slot = kept.take<std::int32_t>(layer.capacity);
-  m.pairs.has_row = kept.take<std::uint8_t>(layer.tokens);
   m.pairs.rows = layer.capacity;
   m.layer_scratch = {scratch.take<std::uint8_t>(sizes.scratch_bytes), sizes.scratch_bytes};
   m.split = record_split(layer, scratch.take<std::uint8_t>(record_split(layer, nullptr).bytes));
@@ -208,9 +212,7 @@ std::int64_t exchange_rows(Exchange& exchange) {
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
   wait_for(*exchange.device, exchange.peers, {kPhaseRouting}, exchange.limits, stream);
-  const PairWork work = pair_work(exchange, exchange.step.problem);
-  count_pairs(work, nullptr, stream);
-  sum_pairs(work, static_cast<std::int64_t*>(count), stream);
+  sum_pairs(pair_work(exchange, exchange.step.problem), static_cast<std::int64_t*>(count), stream);
   check_cuda(cudaStreamSynchronize(stream), "waiting for the number of rows");
   cuda::exchange_check(exchange, exec);
   return *exchange.row_count;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
-#include "cuda/exchange/faults.cuh"
+#include "cuda/exchange/announce.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/sums/rank_sums.cuh"
 
@@ -39,23 +39,6 @@ struct Pieces {
     }
   }
 };
-
-/// Called by all threads of a block when their stores are done: the block that ends last announces
-/// the phase to the ranks in `to`.
-__device__ __forceinline__ void announce_at_end(const Peers& peers, Phase phase, std::uint64_t to,
-                                                PushProgress* progress) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  ptx::fence_system();
-  if (atomicAdd(&progress->ended, 1u) + 1 != gridDim.x) return;
-  *progress = {};
-  if (has_fault(peers)) return;
-  const std::uint32_t epoch = peers.control(peers.rank)->epochs[phase];
-  for (int r = 0; r < peers.ranks; r++) {
-    if (r == peers.rank || (to >> r & 1) == 0) continue;
-    ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
-  }
-}
 
 /// Calls copy(i) for the rows i below `count`, then announces the phase to the ranks in `to`. Warps
 /// take rows from a counter, because they do not all start at the same time: a block starts when a
@@ -103,15 +86,16 @@ __global__ void __launch_bounds__(kPushThreads)
 /// Sends the partial sums of the rank at `place`.
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
-                         const std::uint8_t* has_row, const TokenPart part, std::int32_t place,
-                         std::int64_t offset) {
+                         const std::int32_t* token_offsets, const TokenPart part,
+                         std::int32_t place, std::int64_t offset) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
   const int r = (peers.rank + place) % peers.ranks;
-  push_all(peers, part.phase, std::uint64_t{1} << r, part.count, [&](std::int64_t i) {
+  const std::int64_t count = token_offsets == nullptr ? 0 : part.count;
+  push_all(peers, part.phase, std::uint64_t{1} << r, count, [&](std::int64_t i) {
     const std::int64_t t = part.first + i;
     const std::int64_t row = place * p.max_tokens + t;
-    if (has_row[row] == 0) return;
+    if (token_offsets[row] == token_offsets[row + 1]) return;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + row * p.stride);
     auto* to = peers.at<uint4>(r, offset + (peers.rank * p.max_tokens + t) * bytes);
     for (int first = lane; first < p.chunks; first += 32 * kPieces) {
@@ -208,7 +192,7 @@ void push_partials(const Peers& peers, const ExchangeShape& shape, const Partial
   const RowSource rows{source.data, source.hidden, shape.ranks * shape.max_tokens, source.hidden};
   launch("launching the exchange of partial sums", push_partials_kernel,
          static_cast<unsigned>(multiprocessors), kPushThreads, stream, peers,
-         push_params(rows, shape), source.has_row, source.part, source.place,
+         push_params(rows, shape), source.token_offsets, source.part, source.place,
          exchange_layout(shape).partials);
 }
 

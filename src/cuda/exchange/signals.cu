@@ -109,6 +109,21 @@ __global__ void __launch_bounds__(kMaxRanks)
   give_up(peers, limits, missing, peers.rank, 0);
 }
 
+/// meet()
+__global__ void __launch_bounds__(kMaxRanks)
+    meet_kernel(const __grid_constant__ Peers peers, const WaitLimits limits) {
+  constexpr std::uint64_t kAll = ~std::uint64_t{0};
+  ptx::wait_for_previous_kernel();
+  const Control* own = peers.control(peers.rank);
+  wait_for_ranks(peers, kPhaseFree, limits, kAll);
+  __syncthreads();
+  announce_epoch(peers, kPhaseReady, own->epochs[kPhaseReady]);
+  wait_for_ranks(peers, kPhaseReady, limits, kAll);
+  __syncthreads();
+  announce_epoch(peers, kPhaseStarted, own->epochs[kPhaseStarted]);
+  ptx::launch_next_kernel();
+}
+
 }  // namespace
 
 void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
@@ -134,12 +149,18 @@ void wait_for(const Device& device, const Peers& peers, const Awaited& awaited,
                    peers, awaited.phase, limits, awaited.from, awaited.arrival);
 }
 
+void meet(const Device& device, const Peers& peers, const WaitLimits& limits, cudaStream_t stream) {
+  launch_dependent(device, "launching the meeting of the ranks", meet_kernel, {1, kMaxRanks},
+                   stream, peers, limits);
+}
+
 void load_signal_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel :
        {reinterpret_cast<const void*>(begin_phases_kernel),
         reinterpret_cast<const void*>(announce_kernel),
-        reinterpret_cast<const void*>(signal_kernel), reinterpret_cast<const void*>(wait_kernel)}) {
+        reinterpret_cast<const void*>(signal_kernel), reinterpret_cast<const void*>(wait_kernel),
+        reinterpret_cast<const void*>(meet_kernel)}) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
   }
 }

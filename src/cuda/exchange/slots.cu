@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
-#include "cuda/exchange/faults.cuh"
+#include "cuda/exchange/announce.cuh"
 #include "cuda/metadata/block.cuh"
 #include "cuda/metadata/slot_view.cuh"
 #include "cuda/ptx/dependent.cuh"
@@ -76,69 +76,60 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// Bytes, of slot 0 and of chunk 0 of this rank's list.
 struct ListOffsets {
-  std::int64_t token, expert, weight;  // bytes, of slot 0 of a rank's list
+  std::int64_t token, expert, weight, pair_counts;
 };
 
+/// send_slots(), a block for each chunk.
 __global__ void __launch_bounds__(kThreads)
     send_slots_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                       const ListOffsets lists) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  if (has_fault(peers)) return;
+  if (__syncthreads_or(has_fault(peers)) != 0) return;
   if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
     peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
   }
-  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < slots.count;
-       i += gridDim.x * kThreads) {
-    const SlotSource::Slot slot = slots[i];
-    const float weight = slots.weight.weight(slots.weight.offset(i));
-    for (int r = 0; r < peers.ranks; r++) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool used = i < slots.count;
+  const SlotSource::Slot slot = used ? slots[i] : SlotSource::Slot{-1, -1};
+  const float weight = used ? slots.weight.weight(slots.weight.offset(i)) : 0.0f;
+  const int owner = slot.expert < 0 ? -1 : slot.expert / slots.experts_per_rank;
+  for (int r = 0; r < peers.ranks; r++) {
+    if (used) {
       peers.at<std::int32_t>(r, lists.token)[i] = slot.token;
       peers.at<std::int32_t>(r, lists.expert)[i] = slot.expert;
       peers.at<float>(r, lists.weight)[i] = weight;
     }
+    const int pairs = __syncthreads_count(owner == r);
+    if (threadIdx.x == 0) peers.at<std::int32_t>(r, lists.pair_counts)[blockIdx.x] = pairs;
   }
+  announce_at_end(peers, kPhaseRouting, ~std::uint64_t{0}, &peers.control(peers.rank)->push_slots);
 }
 
 struct PairParams {
   SlotLists lists;
   const std::int32_t* slots;  // of each rank
-  std::int32_t* block_counts;
+  const std::int32_t* pair_counts;
   std::int64_t max_slots;
   std::int64_t max_tokens;
+  std::int32_t chunks;  // of a rank
   std::int32_t ranks;
   std::int32_t first_expert;
   std::int32_t experts;  // of this rank
 
-  /// The index among this rank's experts of the expert of slot `place` (an index in SlotLists).
-  /// Negative if there is no such slot, if it is empty, or if its expert belongs to another rank.
-  __device__ int expert(std::int64_t place) const {
-    const std::int64_t s = place / max_slots;
-    if (s >= ranks || place - s * max_slots >= min(static_cast<std::int64_t>(slots[s]), max_slots))
-      return -1;
-    const int e = lists.expert[place] - first_expert;
+  /// The index among this rank's experts of the expert of slot i of rank s. Negative if there is no
+  /// such slot, if it is empty, or if its expert belongs to another rank.
+  __device__ int expert(int s, std::int64_t i) const {
+    if (i >= min(static_cast<std::int64_t>(slots[s]), max_slots)) return -1;
+    const int e = lists.expert[s * max_slots + i] - first_expert;
     return e < experts ? e : -1;
   }
 };
 
-__device__ std::int64_t own_place() { return blockIdx.x * kPairChunk + threadIdx.x; }
-
-/// Counts the pairs in each block of kPairChunk slots, and sets `marks` (PairList::has_row) to 0.
-__global__ void __launch_bounds__(kThreads)
-    count_pairs_kernel(const PairParams p, std::uint8_t* marks, std::int64_t mark_count) {
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-       i < mark_count; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    marks[i] = 0;
-  }
-  const int count = __syncthreads_count(p.expert(own_place()) >= 0);
-  if (threadIdx.x == 0) p.block_counts[blockIdx.x] = count;
-}
-
-/// The number of pairs of the blocks before `block`, and of all `blocks`. All threads of a block
-/// must call it. The numbers are below 2^31, because the number of slots is.
+/// The number of pairs in the chunks before chunk `block`, and in all `blocks` chunks. All threads
+/// of a block must call it. The numbers are below 2^31, because the number of slots is.
 struct CountSums {
   int before, all;
 };
@@ -160,19 +151,22 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *total = sums.all;
 }
 
-/// Writes the list of pairs. A pair's index is the number of pairs in the blocks before its block,
-/// plus the number of pairs before it in its block. So the list does not depend on timing.
+/// Writes the list of pairs, a block for each chunk of each rank. A pair's index is the number of
+/// pairs in the chunks before its chunk, plus the number of pairs before it in its chunk. So the
+/// list does not depend on timing.
 __global__ void __launch_bounds__(kThreads)
     list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
                       const WaitLimits limits) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  const std::int64_t place = own_place();
+  const int s = static_cast<int>(blockIdx.x) / p.chunks;
+  const std::int64_t i =
+      static_cast<std::int64_t>(blockIdx.x - s * p.chunks) * kPairChunk + threadIdx.x;
   // After a fault the list stays empty, because a late rank may still be writing its slots.
   const bool fault = has_fault(peers);
-  const int expert = fault ? -1 : p.expert(place);
+  const int expert = fault ? -1 : p.expert(s, i);
   const CountSums sums =
-      sum_counts(p.block_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+      sum_counts(p.pair_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (sums.all > out.rows && blockIdx.x == 0 && threadIdx.x == 0) {
     give_up(peers, limits, FaultCode::pack(kFaultOverflow, kPhaseRouting, peers.rank), peers.rank,
             sums.all);
@@ -180,14 +174,12 @@ __global__ void __launch_bounds__(kThreads)
   int count = 0;
   const std::int64_t row = sums.before + block_prefix<kThreads>(expert >= 0 ? 1 : 0, &count);
   if (expert >= 0 && row < out.rows) {
-    const std::int64_t s = place / p.max_slots;
-    const std::int64_t token =
-        peers.place(static_cast<int>(s), peers.rank) * p.max_tokens + p.lists.token[place];
+    const std::int64_t at = s * p.max_slots + i;
+    const std::int64_t token = peers.place(s, peers.rank) * p.max_tokens + p.lists.token[at];
     out.token[row] = static_cast<std::int32_t>(token);
     out.expert[row] = expert;
-    out.weight[row] = p.lists.weight[place];
-    out.slot[row] = static_cast<std::int32_t>(place - s * p.max_slots);
-    out.has_row[token] = 1;
+    out.weight[row] = p.lists.weight[at];
+    out.slot[row] = static_cast<std::int32_t>(i);
   }
   const int listed = fault ? 0 : sums.all;
   for (std::int64_t empty = listed + blockIdx.x * kThreads + threadIdx.x; empty < out.rows;
@@ -205,9 +197,10 @@ PairParams pair_params(const PairWork& w) {
   return {{p.own<std::int32_t>(layout.slot_token), p.own<std::int32_t>(layout.slot_expert),
            p.own<float>(layout.slot_weight)},
           p.own<Control>(layout.control)->slots,
-          p.own<std::int32_t>(layout.block_counts),
+          p.own<std::int32_t>(layout.pair_counts),
           w.shape.max_slots,
           w.shape.max_tokens,
+          static_cast<std::int32_t>(chunks_of(w.shape)),
           p.ranks,
           static_cast<std::int32_t>(p.rank * w.experts_per_rank),
           static_cast<std::int32_t>(w.experts_per_rank)};
@@ -248,28 +241,24 @@ void send_slots(const Device& device, const Peers& peers, const ExchangeShape& s
                 const OwnSlots& slots, cudaStream_t stream) {
   const ExchangeLayout layout = exchange_layout(shape);
   const std::int64_t first = peers.rank * shape.max_slots * 4;
-  launch_dependent(device, "launching the exchange of routing", send_slots_kernel,
-                   {blocks_of(slots.count), kThreads}, stream, peers, slot_source(slots),
-                   ListOffsets{layout.slot_token + first, layout.slot_expert + first,
-                               layout.slot_weight + first});
-}
-
-void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream) {
-  const std::int64_t marks = list == nullptr ? 0 : work.shape.ranks * work.shape.max_tokens;
-  launch_dependent(*work.device, "launching the count of pairs", count_pairs_kernel,
-                   {static_cast<unsigned>(pair_blocks(work.shape)), kThreads}, stream,
-                   pair_params(work), list == nullptr ? nullptr : list->has_row, marks);
+  launch_dependent(
+      device, "launching the exchange of routing", send_slots_kernel,
+      {static_cast<unsigned>(chunks_of(shape)), kThreads}, stream, peers, slot_source(slots),
+      ListOffsets{layout.slot_token + first, layout.slot_expert + first, layout.slot_weight + first,
+                  layout.pair_counts + peers.rank * chunks_of(shape) * 4});
 }
 
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
-  launch("launching the number of pairs", sum_pairs_kernel, 1, kThreads, stream,
-         pair_params(work).block_counts, static_cast<int>(pair_blocks(work.shape)), total);
+  const PairParams params = pair_params(work);
+  launch("launching the number of pairs", sum_pairs_kernel, 1, kThreads, stream, params.pair_counts,
+         params.ranks * params.chunks, total);
 }
 
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream) {
+  const PairParams params = pair_params(work);
   launch_dependent(*work.device, "launching the list of pairs", list_pairs_kernel,
-                   {static_cast<unsigned>(pair_blocks(work.shape)), kThreads}, stream,
-                   pair_params(work), list, work.peers, work.limits);
+                   {static_cast<unsigned>(params.ranks * params.chunks), kThreads}, stream, params,
+                   list, work.peers, work.limits);
 }
 
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
@@ -288,7 +277,6 @@ void load_slot_kernels() {
   for (const void* kernel : {reinterpret_cast<const void*>(mark_pairs_kernel),
                              reinterpret_cast<const void*>(mark_ids_kernel),
                              reinterpret_cast<const void*>(send_slots_kernel),
-                             reinterpret_cast<const void*>(count_pairs_kernel),
                              reinterpret_cast<const void*>(sum_pairs_kernel),
                              reinterpret_cast<const void*>(list_pairs_kernel),
                              reinterpret_cast<const void*>(take_score_grads_kernel)}) {

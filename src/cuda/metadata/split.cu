@@ -6,42 +6,71 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// The number of rows of expert e with tokens below `tokens`.
-__device__ int rows_below(const Metadata& whole, int e, std::int64_t tokens) {
+/// below[i] = the number of rows of expert e with tokens below limits[i]. The searches overlap.
+template <int kCount>
+__device__ void count_below(const Metadata& whole, int e, const std::int64_t (&limits)[kCount],
+                            int (&below)[kCount]) {
   const int begin = whole.expert_begin[e];
-  int low = begin;
-  for (int high = begin + whole.expert_rows[e]; low < high;) {
-    const int middle = low + (high - low) / 2;
-    if (whole.row_token[middle] < tokens) {
-      low = middle + 1;
-    } else {
-      high = middle;
+  const int rows = whole.expert_rows[e];
+  int high[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    below[i] = 0;
+    high[i] = rows;
+  }
+  for (int left = rows; left > 0; left /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      const int middle = below[i] + (high[i] - below[i]) / 2;
+      if (below[i] == high[i]) continue;
+      if (whole.row_token[begin + middle] < limits[i]) {
+        below[i] = middle + 1;
+      } else {
+        high[i] = middle;
+      }
     }
   }
-  return low - begin;
 }
 
-enum class Rounding { kDown, kUp };
-
-/// The end of the records of the sources below `source`, in rows of expert e. A record with rows of
-/// more sources counts (kUp) or does not (kDown).
-__device__ int end_of(const Metadata& whole, int e, std::int64_t tokens, int source,
-                      Rounding rounding) {
-  const int rows = rows_below(whole, e, tokens * source);
-  const int full = rows / kRecordRows * kRecordRows;
-  return rounding == Rounding::kDown || full == rows
-             ? full
-             : min(full + kRecordRows, whole.expert_rows[e]);
+/// `rows` without the rows of a record that is not full, or with all rows of this record.
+__device__ int rounded_down(int rows) { return rows / kRecordRows * kRecordRows; }
+__device__ int rounded_up(int rows, int most) {
+  return min(rounded_down(rows + kRecordRows - 1), most);
 }
 
-/// The rows of expert e in a list of group `group`.
-__device__ RowRange range_of(const Metadata& whole, int e, std::int64_t tokens,
-                             const SourceGroups& of, int group, Rounding rounding) {
-  const Rounding first = group == 0 ? Rounding::kDown : rounding;
-  const int begin = end_of(whole, e, tokens, of.bounds[group], first);
-  const int end = group + 1 == of.groups ? whole.expert_rows[e]
-                                         : end_of(whole, e, tokens, of.bounds[group + 1], rounding);
+/// The rows of expert e in list `group` of RecordSplit::arrivals.
+__device__ RowRange arrivals_of(const Metadata& whole, int e, std::int64_t tokens,
+                                const SourceGroups& of, int group) {
+  const std::int64_t limits[] = {of.bounds[max(group - 1, 0)] * tokens, of.bounds[group] * tokens,
+                                 of.bounds[group + 1] * tokens};
+  int below[3];
+  count_below(whole, e, limits, below);
+  // A record that needs rows of a later group is cut behind its rows of the earlier groups.
+  const int begin = group == 0 ? rounded_down(below[1]) : max(rounded_down(below[1]), below[0]);
+  const int end =
+      group + 1 == of.groups ? whole.expert_rows[e] : max(rounded_down(below[2]), below[1]);
   return {whole.expert_begin[e] + begin, end - begin};
+}
+
+/// The rows of expert e in list `group` of RecordSplit::sums.
+__device__ RowRange sums_of(const Metadata& whole, int e, std::int64_t tokens,
+                            const SourceGroups& of, int group) {
+  const std::int64_t limits[] = {of.bounds[group] * tokens, of.bounds[group + 1] * tokens};
+  int below[2];
+  count_below(whole, e, limits, below);
+  const int rows = whole.expert_rows[e];
+  const int begin = group == 0 ? rounded_down(below[0]) : rounded_up(below[0], rows);
+  const int end = group + 1 == of.groups ? rows : rounded_up(below[1], rows);
+  return {whole.expert_begin[e] + begin, end - begin};
+}
+
+/// The rows of expert e in the full records that need rows of `source` and of no later source.
+__device__ RowRange source_of(const Metadata& whole, int e, std::int64_t tokens, int source) {
+  const std::int64_t limits[] = {source * tokens, (source + 1) * tokens};
+  int below[2];
+  count_below(whole, e, limits, below);
+  const int begin = rounded_down(below[0]);
+  return {whole.expert_begin[e] + begin, rounded_down(below[1]) - begin};
 }
 
 /// Blocks with blockIdx.y = 0 write `own`, the next ones `arrivals`, then `sums`, then `by_source`.
@@ -53,15 +82,14 @@ __global__ void __launch_bounds__(kMetadataThreads)
   const int sum = arrival - lists.arrivals.groups;
   const std::int64_t tokens = lists.tokens;
   if (sum == lists.sums.groups) {
-    const int last = lists.by_source - 1;
     take_ranges(
         split.by_source, experts * lists.by_source, {nullptr, 0},
         [&](int entry) {
           const int source = entry / experts, e = entry - source * experts;
-          const int begin = source == 0 ? 0 : end_of(whole, e, tokens, source, Rounding::kDown);
-          const int end = source == last ? whole.expert_rows[e]
-                                         : end_of(whole, e, tokens, source + 1, Rounding::kDown);
-          return RowRange{whole.expert_begin[e] + begin, end - begin};
+          RowRange range = source_of(whole, e, tokens, source);
+          const int end = whole.expert_begin[e] + whole.expert_rows[e];
+          if (source + 1 == lists.by_source) range.rows = end - range.begin;
+          return range;
         },
         ByList{experts});
     return;
@@ -70,11 +98,9 @@ __global__ void __launch_bounds__(kMetadataThreads)
                         : sum >= 0  ? split.sums[sum]
                                     : split.arrivals[arrival];
   take_ranges(out, experts, {nullptr, 0}, [&](int e) {
-    if (arrival < 0) {
-      return RowRange{whole.expert_begin[e], end_of(whole, e, tokens, 1, Rounding::kDown)};
-    }
-    return sum >= 0 ? range_of(whole, e, tokens, lists.sums, sum, Rounding::kUp)
-                    : range_of(whole, e, tokens, lists.arrivals, arrival, Rounding::kDown);
+    if (arrival < 0) return source_of(whole, e, tokens, 0);
+    return sum >= 0 ? sums_of(whole, e, tokens, lists.sums, sum)
+                    : arrivals_of(whole, e, tokens, lists.arrivals, arrival);
   });
 }
 

@@ -20,14 +20,15 @@ struct SourceGroups {
 
 /// The lists have only records, record_count, expert_begin and expert_rows. Rows have the same
 /// numbers as in the undivided list. The lists `arrivals` with `own`, `sums` with `own`, and
-/// `by_source` each have the records of the undivided list. Within an expert, rows are in token
-/// order.
+/// `by_source` each have the rows of the undivided list. Within an expert, rows are in token order.
 struct RecordSplit {
   Metadata own;  ///< full records whose rows all belong to source 0
   /// All records, only `records` and `record_count`: first those of `own`, then those that need no
   /// rows of the sources after source 1, then source 2, ...
   Metadata by_source;
   /// [g]: records that need no rows of the sources after group g, and that are in no earlier list.
+  /// So with `own` and the lists `arrivals` 0 to g every row of the sources before group g is
+  /// computed.
   Metadata arrivals[kMostSourceGroups];
   /// [g]: records with rows of the sources up to group g, and that are in no earlier list. So with
   /// the lists `sums` 0 to g every row of these sources is computed, except those in `own`.
