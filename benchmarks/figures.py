@@ -88,6 +88,7 @@ TABLES = {
     "docs/demo.md": {"study": (written_beside("study/study"), "study/study")},
     "docs/rounding-study.md": {
         "quality-rounding": (quality("rounding"), "study/quality"),
+        "quality-spread": (quality("spread"), "study/quality"),
         "quality-times": (quality("times"), "study/quality"),
     },
     "docs/fp8.md": {

@@ -46,7 +46,7 @@ from rounding_study import origin
 
 MARKER = ".quality_study"  # this file in the output folder says that a study wrote to it before
 STUDIES = ("rounding", "spread", "times", "finetune")
-TIMED_RATIO, TIMED_AFTER = 2, 20  # T_e / tile; the steps before times are measured
+TIMED_RATIO, TIMED_AFTER = 2, 100  # T_e / tile; the steps before times are measured
 INTERRUPTED = "interrupted; the same command continues"
 
 

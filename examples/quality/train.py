@@ -278,6 +278,6 @@ def measure(job: Job, place: Place) -> dict[str, Any]:
     run.train()
     record = {"name": job.name, "settings": job.settings(), "seconds": round(run.seconds, 2)}
     record |= {"steps": job.steps, "parameters": count_parameters(run.model)}
-    record |= {"tokens_per_s": run.tokens_per_second()}
+    record |= {"tokens_per_s": run.tokens_per_second(), "loads": run.loads()}
     record |= {"text": text.read_meta(place.folder)["tokens"]}
     return record | timed(run)
