@@ -40,6 +40,15 @@ def burst(call, count: int, device) -> float:
     return slowest(begin.elapsed_time(end) / count, device)
 
 
+def steps_of(call, burst_ms: float, device) -> int:
+    """The number of calls that take about `burst_ms`. It is estimated twice, because the first
+    calls of a process are slow: a burst of few calls would then be timed as a slow one."""
+    count = 2
+    for _ in range(2):
+        count = max(3, round(burst_ms / max(burst(call, count, device), 1e-3)))
+    return count
+
+
 def interleaved(calls: dict, device, burst_ms: float, rounds: int) -> dict[str, float]:
     """The median over rounds of each call's time, in milliseconds. A round has one burst of every
     call; every second round has the opposite order. First, calls that are not counted bring the GPU
@@ -47,8 +56,7 @@ def interleaved(calls: dict, device, burst_ms: float, rounds: int) -> dict[str, 
     counts = {}
     for name, call in calls.items():
         call()
-        once = burst(call, 2, device)
-        counts[name] = max(3, round(burst_ms / max(once, 1e-3)))
+        counts[name] = steps_of(call, burst_ms, device)
     name, call = next(iter(calls.items()))
     burst(call, round(HEAT * counts[name]), device)
     found = {name: [] for name in calls}
