@@ -87,9 +87,10 @@ class Plan(NamedTuple):
         return cls(events[seed % len(events)], size, *numbers)
 
 
-# On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then a
-# rank can tell where the others wait, but not which one has left.
-ELSEWHERE = r"|did not come within \d+ s \(rank \d last waited in "
+# On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then none
+# can tell which one has left, but it must say that the absent rank and itself wait in other places.
+ELSEWHERE = r"|did not come within \d+ s \(rank \d last waited in (?P<there>[^,)]+),"
+ELSEWHERE += r".* this rank waits in (?!(?P=there)\))"
 # What the other ranks' errors contain, unless they contain CONSEQUENCE; {v} is the attacked rank.
 SENTENCES = {
     "nothing": "",
