@@ -57,7 +57,6 @@ std::int32_t set_segments(const State& state, const RowProduct& product, Segment
 }
 
 RowTilesParams tiles_of(const RowProduct& product) {
-  constexpr std::int32_t kBrain = 1 << 7 | 1 << 10;  // of an instruction descriptor
   const WeightOperand& w = product.weights;
   const bool halves = w.parts == WeightParts::kSideBySide;
   RowTilesParams tiles{};
@@ -69,7 +68,7 @@ RowTilesParams tiles_of(const RowProduct& product) {
   tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
   tiles.halves = halves ? 1 : 0;
   tiles.mn_major = major_of(w.first) == Major::kMN ? 1 : 0;
-  tiles.types = product.dtype == DType::kBF16 ? kBrain : 0;
+  tiles.types = product.dtype == DType::kBF16 ? kBrainTypes : kHalfTypes;
   return tiles;
 }
 

@@ -21,8 +21,8 @@
 //   sending   dO 1 2 3 ---> x 1 2 3 --->            | 1 ---> 2 ---> 3 --->
 //
 // In a narrow layer with three other ranks, Y of a list follows A of it (follows_arrivals()). A
-// record may have rows of rank 1 and of rank 2, so the rows of rank 1 are complete behind the list
-// of rank 2:
+// record may have rows of rank 1 and of rank 2. It is in the list of rank 2, so the sums of rank 1
+// follow Y of that list:
 //
 //   forward   A own | A 1  Y 1 | A 2  Y 2  O 1 | A 3  Y 3  O 2  O 3 | Y own | O own
 //   sending   x 1 2 3 --->                  1 --->             2 3 --->

@@ -1,7 +1,7 @@
 // Row products with packed weights. An engine may unpack them inside the product. Otherwise memory
 // holds the unpacked weights of some experts only, and a product is computed for one range of
-// experts after the other. Rows of different experts have
-// nothing in common, so the bits are those of one product with all unpacked weights.
+// experts after the other. Rows of different experts have nothing in common, so the bits are those
+// of one product with all unpacked weights.
 #pragma once
 
 #include "cuda/layer/product.h"

@@ -102,8 +102,9 @@ const void* packed_kernel_of(const ActivateGrad&, Major major) {
 
 constexpr std::int64_t kPackedElements = 32;  ///< that a thread unpacks at a time
 
-/// Whether each run of kPackedElements along the contiguous dimension is one in the packed tensor,
-/// which begins at `memory`.
+/// Whether every kPackedElements neighbours of `t`, along its contiguous dimension, are also the
+/// elements that a thread unpacks together. The packed tensor would be unpacked to `memory`, of
+/// which `t` is a view.
 bool has_whole_runs(const Tensor& t, const void* memory) {
   const bool is_k_major = major_of(t) == Major::kK;
   const std::int64_t offset = bytes_of(t) - static_cast<const std::uint8_t*>(memory);

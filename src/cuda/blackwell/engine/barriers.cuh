@@ -1,17 +1,10 @@
 // The mbarriers of a CTA, and positions in the rings that they guard.
 //
-//   name        where            arrivals per phase            who waits     what it orders
-//   full[s]     even CTA         1 with the bytes that both    products      loads of a stage
-//   before
-//                                CTAs load                                   the products
-//   empty[s]    each CTA         1, by commit                  loads         products before the
-//   next
-//                                                                            loads into the stage
-//   d_full[a]   each CTA         1, by commit                  epilogue      products of a tile
-//                                                                            before reads of D
-//   d_empty[a]  even CTA         1 per epilogue warp of both   products      reads of D before
-//                                CTAs                                        products that
-//                                overwrite it
+//   name        where      arrivals in a phase               who waits   what it orders
+//   full[s]     even CTA   1, and the bytes of both CTAs     products    loads before products
+//   empty[s]    each CTA   1, by commit                      loads       products before new loads
+//   d_full[a]   each CTA   1, by commit                      epilogue    products before reads of D
+//   d_empty[a]  even CTA   1 of each epilogue warp of both   products    reads of D before products
 //
 // The cluster barrier runs twice: after the mbarriers are initialised, and before tensor memory is
 // freed and a CTA exits, because the other CTA may still arrive at its mbarriers and multiply its

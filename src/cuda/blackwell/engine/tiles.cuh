@@ -2,8 +2,9 @@
 // expert: a tile has the rows of two records, or of an expert's odd last record alone.
 //
 // Tile t has record t / column_tiles. If this is the second record of a tile, the tile is skipped:
-// its rows belong to the tile of the record before it. So a pair's next tile is an odd number of
-// tiles away (clusters_of()); with an even number some pairs could get only tiles to skip.
+// its rows belong to the tile of the record before it. A pair's next tile is as many tiles away as
+// there are pairs. Their number is odd (pairs_of() in launch.cc): with an even one, some pairs
+// could get only tiles to skip.
 #pragma once
 
 #include "cuda/blackwell/params.h"

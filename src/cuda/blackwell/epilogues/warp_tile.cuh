@@ -9,11 +9,11 @@
 
 #include "cuda/blackwell/engine/barriers.cuh"
 #include "cuda/blackwell/engine/tiles.cuh"
-#include "cuda/blackwell/ptx/store16.cuh"
 #include "cuda/blackwell/ptx/tensor_memory.cuh"
 #include "cuda/math/bias.h"
 #include "cuda/math/element.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/store16.cuh"
 
 namespace sonicmoe::cuda::blackwell {
 

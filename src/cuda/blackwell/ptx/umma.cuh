@@ -19,10 +19,8 @@ __device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address
   return kFixed | (address & 0x3ffff) >> 4;
 }
 
-/// Instruction descriptor of a product with D in fp32 and A K-major. `types` has the types of A and
-/// B (kBrain or kHalf).
-inline constexpr std::uint32_t kBrain = 1u << 7 | 1u << 10;
-inline constexpr std::uint32_t kHalf = 0;
+/// Instruction descriptor of a product with D in fp32 and A K-major. `types` is that of
+/// RowTilesParams.
 __device__ __forceinline__ std::uint32_t product_descriptor(std::uint32_t types, int rows,
                                                             int columns, bool mn_major_b) {
   return 1u << 4 | types | (mn_major_b ? 1u << 16 : 0u) |

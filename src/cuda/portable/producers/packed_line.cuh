@@ -23,6 +23,7 @@
 #include "cuda/portable/ptx/load.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/store16.cuh"
 
 namespace sonicmoe::cuda::portable {
 
@@ -31,8 +32,8 @@ namespace sonicmoe::cuda::portable {
 template <class Shape, Major kMajor, ColumnOrder kOrder, class Element>
 class PackedLine {
  public:
-  /// The half of the tile's columns that the thread has, its first column there, and its k in a k
-  /// tile, of which a thread of K-major weights has all.
+  /// Where the thread's elements are in a k tile: half() of the tile's columns, the first column()
+  /// in this half, and the first k().
   static __device__ __forceinline__ int half() { return threadIdx.x / (Shape::kThreads / 2); }
   static __device__ __forceinline__ int column() {
     constexpr int kHalf = Shape::kColumns / 2;
@@ -107,7 +108,7 @@ class PackedLine {
   /// Moves on to the next k tile.
   __device__ __forceinline__ void advance(const Matrices& m, bool low_rank) {
     unit_ += kMajor == Major::kK ? (low_rank ? kChunks : 1)
-                                 : static_cast<int>(m.line_bytes) * Shape::kDepth / 16;
+                                 : static_cast<std::uint32_t>(m.line_bytes / 16) * Shape::kDepth;
   }
 
  private:
@@ -142,7 +143,7 @@ class PackedLine {
     const std::uint32_t half = (code >> 1 & 0x44444444u) | p.digits;
     const uint2 first = four(p, index, half);
     const uint2 second = four(p, index >> 16, half >> 16);
-    ptx::store_words(to, first.x, first.y, second.x, second.y);
+    ptx::store_shared16(to, make_uint4(first.x, first.y, second.x, second.y));
   }
 
   __device__ __forceinline__ float scale_of(const PackedCodes& p) const {

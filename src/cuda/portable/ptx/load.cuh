@@ -38,14 +38,6 @@ __device__ __forceinline__ void groups_wait() {
   asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
-/// Four words of shared memory, 16 bytes aligned.
-__device__ __forceinline__ void store_words(std::uint32_t address, std::uint32_t a, std::uint32_t b,
-                                            std::uint32_t c, std::uint32_t d) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
-               : "memory");
-}
-
 /// Four bytes of the eight bytes of low (0 to 3) and high (4 to 7): byte i of the result is that
 /// with the number in hexadecimal digit i of `which`, a number below 8. __byte_perm() would clear
 /// bit 3 of each digit.
