@@ -1,16 +1,18 @@
-"""Times a fine-tuned layer on one CUDA device: frozen weights, with low-rank factors, and the same
-in compiled PyTorch, in two ways.
+"""Times a fine-tuned layer on one CUDA device: frozen weights, with low-rank factors, the same in
+compiled PyTorch in two ways, and axolotl's layer if its package is installed.
 
     python benchmarks/finetune.py --out records
     python benchmarks/finetune.py --configs qwen3-30b --tokens 4096 --ranks 16
 
 frozen is moe() with gradients of x and of the routing weights, lora is lora_moe(), torch is the
 layer of torch_layer() with grouped_mm for weights and factors, and merged is the same layer with
-grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. All are hot, interleaved in
-one process. Before the timing the results of lora and torch are compared with those of a loop over
-experts in fp32. The record finetune.json is written after each row; rows that an earlier run of the
-same commit on the same device measured are kept. At last come rows of packed weights: the rate of
-unpacking beside that of a copy, and moe() on them beside moe() on the unpacked weights.
+grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. axolotl is the layer of its
+package on ScatterMoE's kernels, whose first calls choose tiles for a minute or more. All are hot,
+interleaved in one process. Before the timing the results of each are compared with those of a loop
+over experts in fp32; a package that is absent or wrong is left out, and the record says why. The
+record finetune.json is written after each row; rows that an earlier run of the same commit on the
+same device measured are kept. At last come rows of packed weights: the rate of unpacking beside
+that of a copy, and moe() on them beside moe() on the unpacked weights.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import axolotl_lora
 import torch
 import torch.nn.functional as F
 from h200 import header
 from h200_bench import timing
+from h200_bench.packages import first_line
 from h200_extra import free, medians
 from shapes import NAMED, Shape
 from sonicmoe_cpp import LowRank, lora_moe, moe, packed
@@ -35,6 +40,14 @@ CUDA = torch.device("cuda")
 BF = torch.bfloat16
 ROUNDS = 3
 LEAST_LIMIT = 2**-8  # an error that is always allowed: one ulp of bf16
+
+
+class Contender(NamedTuple):
+    """`layer` is a function of `leaves`; restored() gives gradients the shapes of Data.leaves."""
+
+    layer: Callable
+    leaves: list
+    restored: Callable = list
 
 
 class Config(NamedTuple):
@@ -138,6 +151,23 @@ def lora_layer(data):
     return layer
 
 
+def axolotl_contender(data):
+    """Raises ImportError if the package is absent."""
+    experts = data.config.shape.E
+    up, down = (axolotl_lora.as_taken(*data.leaves[i : i + 2]) for i in (2, 4))
+    own = [t.detach().requires_grad_() for t in (*up, *down)]
+
+    def restored(grads):
+        pairs = (axolotl_lora.Factors(*grads[i : i + 2]) for i in (2, 4))
+        ours = (axolotl_lora.as_ours(pair, experts) for pair in pairs)
+        return [*grads[:2], *(t for pair in ours for t in pair)]
+
+    return Contender(axolotl_lora.layer(data, act), [*data.leaves[:2], *own], restored)
+
+
+PACKAGES = {"axolotl": axolotl_contender}
+
+
 def frozen_layer(data):
     def layer(x, weights):
         return moe(x, data.ids, weights, data.w_up, data.w_down, **data.options())
@@ -168,21 +198,50 @@ def both(layer, leaves, dout):
     return out, torch.autograd.grad(out, leaves, dout)
 
 
-def check(data, layers):
-    """Exits with a message if an error of lora is more than twice that of torch."""
-    want_out, want = reference(data)
-    errors = {}
-    for name, layer in layers.items():
-        out, grads = both(layer, data.leaves, data.dout)
-        errors[name] = [
-            ((got.float() - exact).norm() / exact.norm()).item()
-            for got, exact in zip((out, *grads), (want_out, *want), strict=True)
-        ]
-    names = ("out", "dx", "dweights", "dA_u", "dB_u", "dA_d", "dB_d")
-    for what, ours, torchs in zip(names, errors["lora"], errors["torch"], strict=True):
+def errors_of(contender, data, want):
+    """The relative errors of the output and of each gradient."""
+    out, grads = both(contender.layer, contender.leaves, data.dout)
+    return [
+        ((got.float() - exact).norm() / exact.norm()).item()
+        for got, exact in zip((out, *contender.restored(grads)), want, strict=True)
+    ]
+
+
+NAMES = ("out", "dx", "dweights", "dA_u", "dB_u", "dA_d", "dB_d")
+
+
+def check(data, contenders):
+    """The largest error of each. Exits with a message if an error of lora is more than twice that
+    of torch."""
+    out, grads = reference(data)
+    want = (out, *grads)
+    errors = {name: errors_of(c, data, want) for name, c in contenders.items()}
+    for what, ours, torchs in zip(NAMES, errors["lora"], errors["torch"], strict=True):
         if not ours <= max(2 * torchs, LEAST_LIMIT):
             raise SystemExit(f"{what} of lora has an error of {ours:.2e}, torch {torchs:.2e}")
-    return {name: round(max(found), 5) for name, found in errors.items()}
+    found = {name: round(max(values), 5) for name, values in errors.items()}
+    return found, want
+
+
+def installed(data, want, errors):
+    """The contenders of PACKAGES whose errors are at most four times those of torch, and why the
+    others are left out. `errors` gets theirs."""
+    limit = max(4 * errors["torch"], LEAST_LIMIT)
+    contenders, left_out = {}, {}
+    for name, make in PACKAGES.items():
+        try:
+            contender = make(data)
+            error = max(errors_of(contender, data, want))
+        except Exception as problem:  # an unexpected version of a package may raise anything
+            absent = isinstance(problem, ImportError) and str(problem) == "absent"
+            left_out[name] = "absent" if absent else first_line(problem)
+            continue
+        errors[name] = round(error, 5)
+        if error <= limit:
+            contenders[name] = contender
+        else:
+            left_out[name] = f"an error of {error:.2e}, more than {limit:.2e}"
+    return contenders, left_out
 
 
 def memory(layer, leaves, dout):
@@ -204,19 +263,20 @@ def memory(layer, leaves, dout):
 def measure(name, tokens, rank, burst):
     config = CONFIGS[name]
     data = Data(config, tokens, rank)
-    layers = {
-        "frozen": frozen_layer(data),
-        "lora": lora_layer(data),
-        "torch": torch_layer(data, beside),
-        "merged": torch_layer(data, merged),
+    contenders = {
+        "lora": Contender(lora_layer(data), data.leaves),
+        "torch": Contender(torch_layer(data, beside), data.leaves),
+        "merged": Contender(torch_layer(data, merged), data.leaves),
     }
-    errors = check(data, {key: layer for key, layer in layers.items() if key != "frozen"})
+    errors, want = check(data, contenders)
+    others, left_out = installed(data, want, errors)
+    del want
+    contenders = {"frozen": Contender(frozen_layer(data), data.leaves[:2]), **contenders, **others}
     free()
     runs = {}
     row = {"config": name, **vars(config.shape), "T": tokens,
-           "r": rank, "errors": errors}  # fmt: skip
-    for key, layer in layers.items():
-        leaves = data.leaves[:2] if key == "frozen" else data.leaves
+           "r": rank, "errors": errors, "left_out": left_out}  # fmt: skip
+    for key, (layer, leaves, _) in contenders.items():
         row[key] = memory(layer, leaves, data.dout)
         runs[key, "fwd"] = lambda layer=layer, leaves=leaves: layer(*leaves)
         runs[key, "both"] = lambda layer=layer, leaves=leaves: both(layer, leaves, data.dout)
@@ -224,7 +284,7 @@ def measure(name, tokens, rank, burst):
     for _ in range(ROUNDS):
         timing.hot_round(runs, burst, times)
     ms = medians(times)
-    for key in layers:
+    for key in contenders:
         row[key]["fwd_ms"] = round(ms[key, "fwd"], 4)
         row[key]["bwd_ms"] = round(ms[key, "both"] - ms[key, "fwd"], 4)
     return row
@@ -306,10 +366,15 @@ def total(row, key):
 
 def summary(row):
     lora = total(row, "lora")
+    rivals = ", ".join(
+        f"{name} {total(row, name) / lora:.2f}"
+        for name in ("torch", "merged", *PACKAGES)
+        if name in row
+    )
+    left_out = "".join(f"; {name} is left out: {why}" for name, why in row["left_out"].items())
     return (
         f"{row['config']} T {row['T']} r {row['r']}: frozen {total(row, 'frozen'):.3f} ms, lora "
-        f"{lora:.3f} ({lora / total(row, 'frozen'):.3f}), torch {total(row, 'torch'):.3f} "
-        f"({total(row, 'torch') / lora:.2f} times lora), merged {total(row, 'merged') / lora:.2f}"
+        f"{lora:.3f} ({lora / total(row, 'frozen'):.3f}); times lora: {rivals}{left_out}"
     )
 
 

@@ -6,29 +6,51 @@ import statistics
 
 from .common import COLOURS, OURS, grid, legend_above, open_axes, source, span, total
 
-RIVALS = {"torch": "grouped_mm of weights and factors", "merged": "grouped_mm of W + BA (PEFT)"}
+RIVALS = {
+    "torch": "grouped_mm of weights and factors",
+    "merged": "grouped_mm of W + BA (PEFT)",
+    "axolotl": "axolotl's ScatterMoE layer",
+}
+
+
+def timed(rows):
+    """The titles of the rivals that some row has."""
+    return {name: title for name, title in RIVALS.items() if any(name in row for row in rows)}
+
+
+def ratio(row, name, other):
+    """The time of one over that of another."""
+    return total(row[name]) / total(row[other])
 
 
 def over(name, other, rows):
-    """Times of one over times of another."""
-    return [total(row[name]) / total(row[other]) for row in rows]
+    return [ratio(row, name, other) for row in rows]
 
 
 def layers(record):
+    rivals = timed(record["rows"])
     columns = ["layer", "T", "r", "frozen, ms", "LoRA over frozen"]
-    columns += [f"{title}, over ours" for title in RIVALS.values()]
+    columns += [f"{title}, over ours" for title in rivals.values()]
     columns += ["kept MiB: frozen, LoRA, PyTorch", "peak MiB"]
     rows = []
     for row in record["rows"]:
-        ratios = [total(row["lora"]) / total(row["frozen"])]
-        ratios += [total(row[name]) / total(row["lora"]) for name in RIVALS]
+        ratios = [ratio(row, "lora", "frozen")]
+        ratios += [ratio(row, name, "lora") if name in row else None for name in rivals]
         memory = (
             ", ".join(f"{row[name][key]:.0f}" for name in ("frozen", "lora", "torch"))
             for key in ("kept_mib", "peak_mib")
         )
         cells = [row["config"], row["T"], row["r"], f"{total(row['frozen']):.2f}"]
-        rows.append([*cells, *(f"{value:.2f}" for value in ratios), *memory])
-    return f"{grid(columns, rows)}\n\nMeans: {means(record)}. {source(record)}"
+        rows.append(
+            [*cells, *("-" if value is None else f"{value:.2f}" for value in ratios), *memory]
+        )
+    notes = "".join(
+        f" {name}'s layer is not timed at r {row['r']}, T {row['T']}: {why}."
+        for row in record["rows"]
+        for name, why in row.get("left_out", {}).items()
+        if name in rivals
+    )
+    return f"{grid(columns, rows)}\n\nMeans: {means(record)}. {source(record)}{notes}"
 
 
 def means(record):
@@ -131,14 +153,15 @@ def sentence(record):
 def plot(plt, record):
     ranks = sorted({row["r"] for row in record["rows"]})
     figure, charts = plt.subplots(1, len(ranks), figsize=(10, 3.6), layout="constrained")
-    names = {"lora": "sonicmoe.cpp", **RIVALS}
-    colours = (OURS, *list(COLOURS.values())[: len(RIVALS)])
+    names = {"lora": "sonicmoe.cpp", **timed(record["rows"])}
+    colours = (OURS, *(COLOURS[name] for name in ("bound", "torch", "scattermoe")))
     for rank, axes in zip(ranks, charts, strict=True):
         rows = [row for row in record["rows"] if row["r"] == rank]
         width = 0.84 / len(names)
         for i, name in enumerate(names):
             at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(rows))]
-            axes.bar(at, over(name, "frozen", rows), width, label=names[name], color=colours[i])
+            heights = [ratio(row, name, "frozen") if name in row else 0 for row in rows]
+            axes.bar(at, heights, width, label=names[name], color=colours[i])
         axes.axhline(1.0, color="black", linewidth=0.8)
         labels = [f"{row['config']}\nT {row['T']}" for row in rows]
         axes.set_xticks(range(len(rows)), labels, fontsize=7)

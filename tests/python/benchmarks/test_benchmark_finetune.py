@@ -1,8 +1,11 @@
 """The record of fine-tuned models: rows from reports of examples/finetune.py, and their tables."""
 
 import json
+import sys
+import types
 
 import pytest
+import torch
 
 GIB = 2**30
 
@@ -70,3 +73,114 @@ def test_a_rival_that_does_not_fit_has_no_numbers(models, fits):
     report = a_report()
     report["beside"]["fits"] = fits
     assert ("beside" in models.row_of(report, "b")) == fits
+
+
+def sorted_pairs(ids, num_experts):
+    """The experts of the pairs in ascending order, the pairs in this order, the ends of experts."""
+    experts, pairs = ids.flatten().sort()
+    return experts, pairs, experts.bincount(minlength=num_experts).cumsum(-1)
+
+
+def product(
+    x, weights, k, experts, pairs, ends, a, b, scale, biases=None, gates=None,
+    grouped_in=False, grouped_out=False,
+):  # fmt: skip
+    """axolotl's product: weights (E, in, out), A (E r, in), B (out, E r)."""
+    count = weights.shape[0]
+    a, b = a.view(count, -1, a.shape[1]), b.view(b.shape[0], count, -1).permute(1, 2, 0)
+    rows = x if grouped_in else x[pairs // k]
+    out = torch.einsum("pi,pio->po", rows, weights[experts])
+    low = torch.einsum("pi,pri->pr", rows, a[experts])
+    out = out + scale * torch.einsum("pr,pro->po", low, b[experts])
+    if biases is not None:
+        out = out + biases[experts]
+    if not grouped_out:
+        out = torch.empty_like(out).index_copy(0, pairs, out)
+    if gates is not None:
+        out = (gates.unsqueeze(-1) * out.view(*gates.shape, -1)).sum(1)
+    return out
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """benchmarks/finetune.py on the CPU in fp32."""
+    import finetune as bench
+
+    monkeypatch.setattr(bench, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(bench, "BF", torch.float32)
+    return bench
+
+
+def small_data(bench, activation, bias):
+    shape = types.SimpleNamespace(d=24, n=16, E=6, K=2)
+    return bench.Data(bench.Config(shape, activation, bias), tokens=40, rank=4)
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("swiglu_oai", True)])
+def test_the_layer_around_axolotls_products_agrees(bench, monkeypatch, activation, bias):
+    import axolotl_lora
+
+    stand_in = types.SimpleNamespace(flatten_sort_count=sorted_pairs, parallel_linear_lora=product)
+    monkeypatch.setitem(sys.modules, axolotl_lora.PRODUCTS, stand_in)
+    data = small_data(bench, activation, bias)
+    out, grads = bench.reference(data)
+    contenders, left_out = bench.installed(data, (out, *grads), errors := {"torch": 1e-6})
+    assert list(contenders) == ["axolotl"] and not left_out
+    assert errors["axolotl"] < 1e-5
+    with torch.no_grad():
+        contenders["axolotl"].leaves[3].mul_(1.1)  # B of up
+    again = bench.errors_of(contenders["axolotl"], data, (out, *grads))
+    assert again[0] > 1e-3
+
+
+def test_a_wrong_package_is_left_out_with_its_error(bench, monkeypatch):
+    import axolotl_lora
+
+    def wrong(*args, **options):
+        return 1.1 * product(*args, **options)
+
+    stand_in = types.SimpleNamespace(flatten_sort_count=sorted_pairs, parallel_linear_lora=wrong)
+    monkeypatch.setitem(sys.modules, axolotl_lora.PRODUCTS, stand_in)
+    data = small_data(bench, "swiglu", False)
+    out, grads = bench.reference(data)
+    contenders, left_out = bench.installed(data, (out, *grads), {"torch": 1e-3})
+    assert not contenders and left_out["axolotl"].endswith(", more than 4.00e-03")
+    monkeypatch.delattr(stand_in, "flatten_sort_count")
+    _, left_out = bench.installed(data, (out, *grads), {"torch": 1e-3})
+    assert left_out["axolotl"].startswith("AttributeError: ")
+
+
+def test_an_absent_package_is_left_out(bench, monkeypatch):
+    import axolotl_lora
+
+    monkeypatch.delitem(sys.modules, axolotl_lora.PRODUCTS, raising=False)
+    monkeypatch.setattr(axolotl_lora.importlib.util, "find_spec", lambda name: None)
+    data = small_data(bench, "swiglu", False)
+    out, grads = bench.reference(data)
+    assert bench.installed(data, (out, *grads), {"torch": 1.0}) == ({}, {"axolotl": "absent"})
+
+
+def a_row(ms, **rivals):
+    times = {"fwd_ms": ms, "bwd_ms": ms, "kept_mib": 1.0, "peak_mib": 2.0}
+    row = {"config": "qwen3-30b", "T": 4096, "r": 16, "left_out": {}}
+    row |= dict.fromkeys(("frozen", "lora"), times)
+    for name, factor in {"torch": 2.0, "merged": 3.0, **rivals}.items():
+        row[name] = times | {"fwd_ms": factor * ms, "bwd_ms": factor * ms}
+    return row
+
+
+def test_a_rival_that_was_timed_has_a_column_and_a_bar(page):
+    head = {"device": "NVIDIA H200", "torch": "2", "commit": "a", "date": "2026-11-28T00:00:00"}
+    without = head | {"rows": [a_row(1.0)]}
+    assert "axolotl" not in page.layers(without)
+    left_out = a_row(1.0) | {"r": 64, "left_out": {"axolotl": "OutOfMemoryError: too large"}}
+    text = page.layers(head | {"rows": [a_row(1.0, axolotl=4.25), left_out]})
+    assert "| 2.00 | 3.00 | 4.25 |" in text and "| 2.00 | 3.00 | - |" in text
+    assert "axolotl's layer is not timed at r 64, T 4096: OutOfMemoryError: too large." in text
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figure = page.plot(plt, head | {"rows": [a_row(1.0, axolotl=4.25), left_out]})
+    first, second = figure.axes
+    bars = {c.get_label(): [b.get_height() for b in c] for c in first.containers}
+    assert bars["axolotl's ScatterMoE layer"] == [4.25]
+    assert len(second.containers) == 4 and second.containers[-1][0].get_height() == 0
+    plt.close(figure)
