@@ -2,7 +2,6 @@
 
 #include "cuda/blackwell/launch.h"
 #include "cuda/blackwell/products.h"
-#include "cuda/portable/products.h"
 #include "cuda/portable/shape.h"
 
 namespace sonicmoe::cuda {
@@ -13,9 +12,8 @@ BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
 
 std::vector<TileChoice> describe(const Problem&) {
   constexpr const char* kPair = "256x256 by a pair of CTAs";
-  constexpr const char* kPortable = "128x256 (portable)";
-  return {{"A", kPair},       {"Y", kPair},   {"dH", kPair},
-          {"dW2", kPortable}, {"dX~", kPair}, {"dW1", kPortable}};
+  return {{"A", kPair},   {"Y", kPair},   {"dH", kPair},
+          {"dW2", kPair}, {"dX~", kPair}, {"dW1", kPair}};
 }
 
 }  // namespace
@@ -30,7 +28,7 @@ const Engine kBlackwellEngine = {
     .open = &blackwell::open,
     .backward_order = &backward_order,
     .multiply_rows = &blackwell::multiply_rows,
-    .multiply_depth = &portable::multiply_depth,
+    .multiply_depth = &blackwell::multiply_depth,
     .describe = &describe,
 };
 

@@ -10,4 +10,7 @@ const void* store_kernel(DType dtype);
 const void* activate_kernel(DType dtype);
 const void* activate_grad_kernel(DType dtype);
 
+/// Depth products of bf16 or fp16.
+const void* store_expert_kernel(DType dtype);
+
 }  // namespace sonicmoe::cuda::blackwell

@@ -6,33 +6,24 @@
 #include "cuda/device/launch.h"
 
 namespace sonicmoe::cuda::blackwell {
-namespace {
 
-/// An odd number, so that no pair gets the skipped tiles alone (engine/tiles.cuh).
-unsigned pairs_of(const Device& device, std::int64_t tiles) {
-  const std::int64_t pairs = std::clamp<std::int64_t>(device.multiprocessors / kCtas, 1, tiles);
-  return static_cast<unsigned>(pairs - 1 + pairs % 2);
-}
-
-}  // namespace
-
-std::shared_ptr<void> open(int ordinal) {
-  const auto base = std::static_pointer_cast<portable::State>(portable::open(ordinal));
-  return std::shared_ptr<portable::State>(std::make_shared<State>(*base, find_encode_tensor_map()));
-}
+std::shared_ptr<void> open(int) { return std::make_shared<State>(State{find_encode_tensor_map()}); }
 
 const State& state_of(const Device& device) {
-  return static_cast<const State&>(portable::state_of(device));
+  return *static_cast<const State*>(device.engine_state.get());
 }
 
-void run(const Device& device, const void* kernel, std::int64_t tiles, const void* params,
-         cudaStream_t stream) {
+std::int64_t pairs_of(const Device& device, std::int64_t tiles) {
+  return std::clamp<std::int64_t>(device.multiprocessors / kCtas, 1, tiles);
+}
+
+void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream) {
   allow_shared_memory(kernel);
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kCtas, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(pairs_of(device, tiles) * kCtas);
+  config.gridDim = dim3(static_cast<unsigned>(pairs * kCtas));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;

@@ -5,25 +5,23 @@
 #include <memory>
 
 #include "cuda/device/device.h"
-#include "cuda/portable/launch.h"
 #include "cuda/tma/tensor_map.h"
 
 namespace sonicmoe::cuda::blackwell {
 
-/// The state of one device; it never changes. It is the portable engine's state too, because that
-/// engine's kernels compute some products.
-struct State : portable::State {
-  State(const portable::State& base, EncodeTensorMap encode)
-      : portable::State(base), encode(encode) {}
+/// The state of one device; it never changes.
+struct State {
   EncodeTensorMap encode;
 };
 
 std::shared_ptr<void> open(int ordinal);
 const State& state_of(const Device& device);
 
-/// Launches `kernel` with at least one pair of CTAs, and at most one for each of `tiles` and for
-/// two multiprocessors each. `params` is the kernel's argument.
-void run(const Device& device, const void* kernel, std::int64_t tiles, const void* params,
-         cudaStream_t stream);
+/// One pair of CTAs for two multiprocessors each, but at most one for each of `tiles`; at least
+/// one.
+std::int64_t pairs_of(const Device& device, std::int64_t tiles);
+
+/// Launches `kernel`. `params` is its argument.
+void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda::blackwell

@@ -21,9 +21,11 @@ struct Segment {
 /// The matrices of gate and up one after the other, then a low-rank term.
 inline constexpr int kMostSegments = 3;
 
-/// The types of A and B in an instruction descriptor: bf16, and fp16.
-inline constexpr std::int32_t kBrainTypes = 1 << 7 | 1 << 10;
-inline constexpr std::int32_t kHalfTypes = 0;
+/// The types of A and B in an instruction descriptor: bf16, or else fp16.
+inline constexpr std::uint32_t kBrainTypes = 1 << 7 | 1 << 10;
+/// In an instruction descriptor: the rows of A, or the columns of B, are contiguous, not K.
+inline constexpr std::uint32_t kMnMajorA = 1 << 15;
+inline constexpr std::uint32_t kMnMajorB = 1 << 16;
 
 struct RowTilesParams {
   const TileRecord* records;
@@ -33,15 +35,45 @@ struct RowTilesParams {
   std::int32_t column_tiles;
   std::int32_t column_step;  ///< columns of one matrix in a tile
   std::int32_t halves;       ///< 1: a tile has columns of both matrices (gate and up)
-  std::int32_t mn_major;     ///< 1: the columns of B are contiguous, not its K
-  std::int32_t types;        ///< kBrainTypes or kHalfTypes
+  std::uint32_t operands;    ///< kBrainTypes and kMnMajorB, or 0
   std::int32_t segments;
+  std::int32_t k_tiles;  ///< of all segments
+};
+
+/// The operands of a depth product are the gathered rows and rows in expert order. One of them is
+/// A, the other is B.
+struct DepthOperands {
+  CUtensorMap gathered;  ///< (column, row), box 64 x 1
+  CUtensorMap ordered;   ///< (column, row), box 64 x 1
+  CUtensorMap boxes;     ///< the rows in expert order again: (column, row, 0), box 64 x 64 x 1
+};
+
+/// The tiles of a depth product: a matrix for each expert, summed over its rows.
+struct DepthTilesParams {
+  const ExpertRecord* longest_first;  ///< null: experts in their own order
+  const std::int32_t* expert_begin;
+  const std::int32_t* expert_rows;
+  const std::int32_t* index;  ///< row of the gathered operand for row p in expert order; null: p
+  std::int32_t experts;
+  std::int32_t rows;     ///< of D
+  std::int32_t columns;  ///< of D
+  std::int32_t row_tiles;
+  std::int32_t column_tiles;
+  std::int32_t gathers_b;  ///< 1: the gathered operand is B
+  std::uint32_t operands;  ///< kMnMajorA, kMnMajorB, and kBrainTypes or 0
 };
 
 template <class EpilogueParams>
 struct RowProductParams {
   Segment segments[kMostSegments];
   RowTilesParams tiles;
+  EpilogueParams epilogue;
+};
+
+template <class EpilogueParams>
+struct DepthProductParams {
+  DepthOperands operands;
+  DepthTilesParams tiles;
   EpilogueParams epilogue;
 };
 

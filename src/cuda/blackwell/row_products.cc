@@ -5,18 +5,11 @@
 #include "cuda/blackwell/launch.h"
 #include "cuda/blackwell/params.h"
 #include "cuda/blackwell/products.h"
+#include "cuda/blackwell/tensor_maps.h"
 #include "cuda/portable/epilogue_params.h"
 
 namespace sonicmoe::cuda::blackwell {
 namespace {
-
-/// Loads four rows of part `part` of rows (C, width) or (C, parts, width).
-CUtensorMap rows_map(const State& state, const Tensor& rows, int part) {
-  const std::int64_t width = rows.shape[rows.rank - 1];
-  const std::int64_t skip = rows.rank == 3 ? part * rows.stride[1] * kElementBytes : 0;
-  return encode_map(state.encode, rows.dtype, static_cast<std::uint8_t*>(rows.data) + skip,
-                    {{width, 1, kDepth}, {rows.shape[0], rows.stride[0], 1}});
-}
 
 /// Loads boxes of matrices (E, columns, depth).
 CUtensorMap columns_map(const State& state, const Tensor& matrices) {
@@ -39,7 +32,7 @@ std::int32_t set_segments(const State& state, const RowProduct& product, Segment
   const std::int32_t parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
   for (std::int32_t part = 0; part < parts; part++) {
     Segment& s = segments[part];
-    s.rows = rows_map(state, product.rows.rows, part);
+    s.rows = rows_map(state.encode, product.rows.rows, part, 1);
     s.columns[0] = columns_map(state, part == 0 ? w.first : w.second);
     if (halves) s.columns[1] = columns_map(state, w.second);
     s.k_tiles = k_tiles_of(w.first.shape[2]);
@@ -48,7 +41,7 @@ std::int32_t set_segments(const State& state, const RowProduct& product, Segment
   if (!product.low_rank) return parts;
   const LowRankTerm& term = *product.low_rank;
   Segment& s = segments[parts];
-  s.rows = rows_map(state, term.inner, 0);
+  s.rows = rows_map(state.encode, term.inner, 0, 1);
   s.columns[0] = columns_map(state, term.outer[0]);
   if (halves) s.columns[1] = columns_map(state, term.outer[1]);
   s.k_tiles = k_tiles_of(term.inner.shape[1]);
@@ -67,9 +60,14 @@ RowTilesParams tiles_of(const RowProduct& product) {
   tiles.column_step = halves ? kTileColumns / 2 : kTileColumns;
   tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
   tiles.halves = halves ? 1 : 0;
-  tiles.mn_major = major_of(w.first) == Major::kMN ? 1 : 0;
-  tiles.types = product.dtype == DType::kBF16 ? kBrainTypes : kHalfTypes;
+  tiles.operands = types_of(product.dtype) | (major_of(w.first) == Major::kMN ? kMnMajorB : 0);
   return tiles;
+}
+
+/// An odd number, so that no pair gets the skipped tiles alone (engine/tiles.cuh).
+std::int64_t odd_pairs(const Device& device, std::int64_t tiles) {
+  const std::int64_t pairs = pairs_of(device, tiles);
+  return pairs - 1 + pairs % 2;
 }
 
 const void* kernel_of(const StoreOutput&, DType dtype) { return store_kernel(dtype); }
@@ -84,9 +82,11 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
         RowProductParams<decltype(portable::epilogue_params(epilogue))> params{};
         params.tiles = tiles_of(product);
         params.tiles.segments = set_segments(state_of(device), product, params.segments);
+        for (const Segment& s : params.segments) params.tiles.k_tiles += s.k_tiles;
         params.epilogue = portable::epilogue_params(epilogue);
-        run(device, kernel_of(epilogue, product.dtype),
-            product.groups.most_tiles(params.tiles.column_tiles), &params, stream);
+        run(kernel_of(epilogue, product.dtype),
+            odd_pairs(device, product.groups.most_tiles(params.tiles.column_tiles)), &params,
+            stream);
       },
       product.epilogue);
 }

@@ -1,6 +1,7 @@
 // Depth products: the weight gradients.
 #include <utility>
 
+#include "cuda/portable/epilogue_params.h"
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/params.h"
@@ -10,20 +11,14 @@
 namespace sonicmoe::cuda::portable {
 namespace {
 
-/// The operands of a product. Kernels store D along its rows. If the output is contiguous along its
-/// columns instead, the operands are swapped and the kernel computes the transposed matrix.
+/// The operands of a product, swapped if it is transposed.
 struct Sides {
   Rows left;
   Rows right;
   std::int32_t rows;
   std::int32_t columns;
   GatheredSide gathered;
-  bool transposed;
 };
-
-const Tensor& any_output(const DepthProduct& product) {
-  return product.out[product.out[0].data == nullptr ? 1 : 0];
-}
 
 Sides sides_of(const DepthProduct& product) {
   const Tensor& rows = product.left.rows;
@@ -38,56 +33,12 @@ Sides sides_of(const DepthProduct& product) {
       static_cast<std::int32_t>(rows.shape[1]),
       static_cast<std::int32_t>(width),
       GatheredSide::kLeft,
-      false,
   };
-  if (any_output(product).stride[2] == 1) return sides;
+  if (!is_transposed(product)) return sides;
   std::swap(sides.left, sides.right);
   std::swap(sides.rows, sides.columns);
   sides.gathered = GatheredSide::kRight;
-  sides.transposed = true;
   return sides;
-}
-
-GradSplit split_of(GradParts parts, bool transposed) {
-  switch (parts) {
-    case GradParts::kHalves:
-      return transposed ? GradSplit::kRowHalves : GradSplit::kColumnHalves;
-    case GradParts::kAlternate:
-      return transposed ? GradSplit::kRowsAlternate : GradSplit::kColumnsAlternate;
-    case GradParts::kOne:
-      break;
-  }
-  return GradSplit::kNone;
-}
-
-bool is_multiple_of_4(std::int64_t a, std::int64_t b) { return a % 4 == 0 && b % 4 == 0; }
-
-/// Whether the fp32 output may be accessed 16 bytes at a time.
-bool takes_vectors(const GradOut& out) {
-  return out.data == nullptr ||
-         (out.column_stride == 1 && is_multiple_of_4(out.expert_stride, out.row_stride) &&
-          reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0);
-}
-
-StoreExpertParams epilogue_of(const DepthProduct& product, const Sides& sides) {
-  StoreExpertParams params{};
-  params.split = split_of(product.parts, sides.transposed);
-  params.border = (sides.transposed ? sides.rows : sides.columns) / 2;
-  params.columns = sides.columns;
-  params.vectors = params.split == GradSplit::kColumnsAlternate ? 0 : 1;
-  for (int part = 0; part < 2; part++) {
-    const Tensor& out = product.out[part];
-    if (out.data == nullptr) continue;
-    GradOut& to = params.out[part];
-    to = {out.data, out.stride[0], out.stride[1], out.stride[2]};
-    if (sides.transposed) std::swap(to.row_stride, to.column_stride);
-    if (!takes_vectors(to)) params.vectors = 0;
-  }
-  if (any_output(product).dtype == DType::kF32) {
-    params.store =
-        product.mode == GradMode::kAccumulate ? GradStore::kAccumulate : GradStore::kFloat;
-  }
-  return params;
 }
 
 }  // namespace
@@ -108,7 +59,7 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
   tiles.columns = sides.columns;
   tiles.row_tiles = (sides.rows + kTileRows - 1) / kTileRows;
   tiles.column_tiles = (sides.columns + kColumns - 1) / kColumns;
-  params.epilogue = epilogue_of(product, sides);
+  params.epilogue = epilogue_params(product);
   const std::int32_t each = tiles.row_tiles * tiles.column_tiles;
   const std::int32_t ctas = ctas_of(device, shape, product.groups.experts * each);
   tiles.experts_apart = ctas / each;

@@ -73,4 +73,15 @@ struct Ring {
 using StageRing = Ring<kStages>;
 using AccumulatorRing = Ring<kAccumulators>;
 
+/// A commit of the last products may still arrive at `empty`. Waits for it, because a CTA must not
+/// end before. `ring` is behind the last stage. The wait for a stage that was never used succeeds
+/// at once.
+__device__ __forceinline__ void wait_for_last_products(const Cta& cta, StageRing ring) {
+#pragma unroll 1
+  for (int s = 0; s < kStages; s++) {
+    cta.empty(ring.at).wait(ring.parity ^ 1);
+    ring.next();
+  }
+}
+
 }  // namespace sonicmoe::cuda::blackwell

@@ -1,9 +1,10 @@
-// The kernel of a row product. docs/blackwell.md explains it.
+// The kernels of row products and of depth products. docs/blackwell.md explains them.
 #pragma once
 
 #include "cuda/blackwell/engine/barriers.cuh"
-#include "cuda/blackwell/engine/loads.cuh"
+#include "cuda/blackwell/engine/depth_loads.cuh"
 #include "cuda/blackwell/engine/products.cuh"
+#include "cuda/blackwell/engine/row_loads.cuh"
 #include "cuda/blackwell/engine/tiles.cuh"
 #include "cuda/blackwell/epilogues/warp_tile.cuh"
 #include "cuda/ptx/address.cuh"
@@ -13,27 +14,63 @@
 
 namespace sonicmoe::cuda::blackwell {
 
+/// What a row product and a depth product do differently.
+template <class Epilogue_>
+struct RowProductOf {
+  using Epilogue = Epilogue_;
+  using Params = RowProductParams<typename Epilogue::Params>;
+  using Tiles = RowTiles;
+  using Tile = blackwell::Tile;
+
+  static __device__ __forceinline__ void load_by_column_warp(const Params& p, const Cta& cta, int) {
+    if (ptx::elect()) load_columns(p.segments, p.tiles, cta);
+  }
+  static __device__ __forceinline__ void load_by_row_warp(const Params& p, const Cta& cta, int warp,
+                                                          int lane) {
+    load_rows(p.segments, p.tiles, cta, warp, lane);
+  }
+};
+template <class Epilogue_>
+struct DepthProductOf {
+  using Epilogue = Epilogue_;
+  using Params = DepthProductParams<typename Epilogue::Params>;
+  using Tiles = DepthTiles;
+  using Tile = DepthTile;
+
+  static __device__ __forceinline__ void load_by_column_warp(const Params& p, const Cta& cta,
+                                                             int lane) {
+    load_ordered(p.operands, p.tiles, cta, lane);
+  }
+  static __device__ __forceinline__ void load_by_row_warp(const Params& p, const Cta& cta, int warp,
+                                                          int lane) {
+    load_gathered(p.operands, p.tiles, cta, warp, lane);
+  }
+};
+
 /// An epilogue warp: runs the epilogue of its part of each tile.
-template <class Epilogue>
-__device__ __forceinline__ void finish_tiles(const typename Epilogue::Params& epilogue,
-                                             const RowTilesParams& p, const Cta& cta,
+template <class Product>
+__device__ __forceinline__ void finish_tiles(const typename Product::Params& p, const Cta& cta,
                                              std::uint32_t tensor, int warp) {
-  TileWalk walk(p);
+  typename Product::Tiles tiles(p.tiles);
   AccumulatorRing accumulator;
-  for (Tile tile; walk.next(tile); accumulator.next()) {
+  for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
-    cta.d_full(accumulator.at).wait(accumulator.parity);
-    ptx::fence_after_sync();
-    if (part.rows > 0) Epilogue::run(epilogue, part);
+    if (!part.is_zero) {
+      cta.d_full(accumulator.at).wait(accumulator.parity);
+      ptx::fence_after_sync();
+    }
+    if (part.rows > 0) Product::Epilogue::run(p.epilogue, part);
+    if (part.is_zero) continue;
     ptx::fence_before_sync();
     __syncwarp();
     if (part.lane == 0) cta.d_empty(accumulator.at).arrive_at(0);
+    accumulator.next();
   }
 }
 
-template <class Epilogue>
+template <class Product>
 __global__ void __launch_bounds__(kThreads, 1)
-    row_product(const __grid_constant__ RowProductParams<typename Epilogue::Params> p) {
+    pair_product(const __grid_constant__ typename Product::Params p) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const Cta cta{ptx::shared_address(shared), ptx::cluster_rank()};
   const int warp = ptx::uniform(static_cast<int>(threadIdx.x) / 32);
@@ -43,13 +80,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();
   const auto tensor = static_cast<std::uint32_t>(ptx::load_word(cta.tensor_slot()));
   if (warp < kEpilogueWarps) {
-    finish_tiles<Epilogue>(p.epilogue, p.tiles, cta, tensor, warp);
+    finish_tiles<Product>(p, cta, tensor, warp);
   } else if (warp == kProductWarp) {
-    if (cta.rank == 0 && ptx::elect()) multiply_tiles(p.segments, p.tiles, cta, tensor);
+    if (cta.rank == 0 && ptx::elect()) multiply_tiles<Product>(p, cta, tensor);
   } else if (warp == kColumnWarp) {
-    if (ptx::elect()) load_columns(p.segments, p.tiles, cta);
+    Product::load_by_column_warp(p, cta, lane);
   } else {
-    load_rows(p.segments, p.tiles, cta, warp - kFirstRowWarp, lane);
+    Product::load_by_row_warp(p, cta, warp - kFirstRowWarp, lane);
   }
   __syncwarp();
   ptx::cluster_sync();

@@ -1,32 +1,50 @@
-// The tiles of a pair of CTAs. They come from the tile records, which have up to 128 rows of an
-// expert: a tile has the rows of two records, or of an expert's odd last record alone.
+// The tiles of a pair of CTAs.
 //
-// Tile t has record t / column_tiles. If this is the second record of a tile, the tile is skipped:
-// its rows belong to the tile of the record before it. A pair's next tile is as many tiles away as
-// there are pairs. Their number is odd (pairs_of() in launch.cc): with an even one, some pairs
-// could get only tiles to skip.
+// Row products: the tiles come from the tile records, which have up to 128 rows of an expert. A
+// tile has the rows of two records, or of an expert's odd last record alone. Tile t has record t /
+// column_tiles. If this is the second record of a tile, the tile is skipped: its rows belong to the
+// tile of the record before it. A pair's next tile is as many tiles away as there are pairs. Their
+// number is odd (pairs_of() in launch.cc): with an even one, some pairs could get only tiles to
+// skip.
+//
+// Depth products: the tiles of an expert's matrix follow each other, its columns first.
 #pragma once
 
 #include "cuda/blackwell/params.h"
 
 namespace sonicmoe::cuda::blackwell {
 
+/// A part of D. Its rows are those of an expert, in expert order, or those of an expert's matrix.
 struct Tile {
   int expert;
-  int row;           ///< first row in expert order
-  int rows;          ///< rows of the expert from `row` on; may be more than the tile has
+  int row;           ///< first row
+  int rows;          ///< rows from `row` on; may be more than the tile has
   int column;        ///< first column of a matrix
   int cta_rows;      ///< rows of each CTA: kCtaRows or kTailRows
   int half_columns;  ///< columns of D that each CTA loads B for: 64 or 128
+  int k_tiles;       ///< 0: D is 0, and nothing is multiplied
 
   __device__ __forceinline__ bool is_tail() const { return cta_rows == kTailRows; }
   __device__ __forceinline__ int boxes() const { return half_columns > kBoxColumns ? 2 : 1; }
 };
 
+/// A tile of a depth product.
+struct DepthTile : Tile {
+  int summed_row;   ///< first row of the expert, in expert order
+  int summed_rows;  ///< of the expert
+};
+
+__device__ __forceinline__ int cta_rows_of(int rows) {
+  return rows > kRecordRows ? kCtaRows : kTailRows;
+}
+__device__ __forceinline__ int half_columns_of(int columns) {
+  return columns > kTileColumns / 2 ? kTileColumns / 2 : kBoxColumns;
+}
+
 /// Walks through the tiles of this pair. Every warp walks by itself.
-class TileWalk {
+class RowTiles {
  public:
-  __device__ __forceinline__ explicit TileWalk(const RowTilesParams& p)
+  __device__ __forceinline__ explicit RowTiles(const RowTilesParams& p)
       : p_(p),
         next_(static_cast<int>(blockIdx.x) / kCtas),
         count_(__ldg(p.record_count) * p.column_tiles) {}
@@ -50,14 +68,50 @@ class TileWalk {
     const int rows = record.z - offset;
     const int column = column_tile * p_.column_step;
     const int left = min(p_.columns - column, p_.column_step);
-    const int half = p_.halves != 0 || left > kTileColumns / 2 ? kTileColumns / 2 : kBoxColumns;
-    return {record.x, record.y + offset, rows, column, rows > kRecordRows ? kCtaRows : kTailRows,
-            half};
+    const int half = p_.halves != 0 ? kTileColumns / 2 : half_columns_of(left);
+    return {record.x, record.y + offset, rows, column, cta_rows_of(rows), half, p_.k_tiles};
   }
 
   const RowTilesParams& p_;
   int next_;
   int count_;
+};
+
+class DepthTiles {
+ public:
+  __device__ __forceinline__ explicit DepthTiles(const DepthTilesParams& p)
+      : p_(p), next_(static_cast<int>(blockIdx.x) / kCtas) {}
+
+  __device__ __forceinline__ bool next(DepthTile& tile) {
+    const int each = p_.row_tiles * p_.column_tiles;
+    if (next_ >= p_.experts * each) return false;
+    const int at = next_ / each;
+    const int in_expert = next_ - at * each;
+    const int row_tile = in_expert / p_.column_tiles;
+    next_ += static_cast<int>(gridDim.x) / kCtas;
+    ExpertRecord expert{at, 0, 0, 0};
+    if (p_.longest_first != nullptr) {
+      const int4 read = __ldg(reinterpret_cast<const int4*>(p_.longest_first) + at);
+      expert = {read.x, read.y, read.z, read.w};
+    } else {
+      expert.begin = __ldg(p_.expert_begin + at);
+      expert.rows = __ldg(p_.expert_rows + at);
+    }
+    tile.expert = expert.expert;
+    tile.row = row_tile * kCtas * kCtaRows;
+    tile.rows = p_.rows - tile.row;
+    tile.column = (in_expert - row_tile * p_.column_tiles) * kTileColumns;
+    tile.cta_rows = cta_rows_of(tile.rows);
+    tile.half_columns = half_columns_of(p_.columns - tile.column);
+    tile.k_tiles = (expert.rows + kDepth - 1) / kDepth;
+    tile.summed_row = expert.begin;
+    tile.summed_rows = expert.rows;
+    return true;
+  }
+
+ private:
+  const DepthTilesParams& p_;
+  int next_;
 };
 
 }  // namespace sonicmoe::cuda::blackwell

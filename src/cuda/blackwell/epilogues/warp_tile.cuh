@@ -26,6 +26,7 @@ struct WarpTile {
   int halves;      ///< 1 or 2
   int half_columns;
   int lane;
+  bool is_zero;           ///< D is 0, and tensor memory does not have it
   std::uint32_t tensor;   ///< address of the first column of first_half
   std::uint32_t staging;  ///< address of kStagingBuffers buffers
 
@@ -37,6 +38,7 @@ struct WarpTile {
         halves(tile.is_tail() ? 1 : 2),
         half_columns(tile.half_columns),
         lane(static_cast<int>(threadIdx.x) % 32),
+        is_zero(tile.k_tiles == 0),
         tensor(accumulator + (static_cast<std::uint32_t>(warp) << 21)),
         staging(cta.staging(warp)) {
     const int offset = cta.rank * tile.cta_rows + 32 * (tile.is_tail() ? warp % 2 : warp);
@@ -44,9 +46,10 @@ struct WarpTile {
     rows = tile.rows - offset;
   }
 
-  /// Loads columns of the lane's row, from `from` of the warp's columns on.
+  /// Loads columns of the lane's row, from `from` of the warp's columns on. All lanes call it.
   template <int kColumns>
   __device__ __forceinline__ void load(float (&values)[kColumns], int from) const {
+    __syncwarp();
     ptx::load_tensor_memory(values, tensor + from);
   }
   /// The address of chunk `chunk`, of 16 bytes, of row `row` in a staging buffer. Chunks are
@@ -91,10 +94,9 @@ __device__ __forceinline__ void store_staged(const WarpTile& tile, const Target&
   });
 }
 
-/// The same from `words`, those of the lane's row.
+/// Writes kColumns columns of the lane's row to staging buffer 0. All lanes call it.
 template <int kColumns>
-__device__ __forceinline__ void store_rows(const WarpTile& tile, const Target& to,
-                                           const std::uint32_t* words) {
+__device__ __forceinline__ void stage_row(const WarpTile& tile, const std::uint32_t* words) {
   __syncwarp();
 #pragma unroll
   for (int c = 0; c < kColumns / 8; c++) {
@@ -102,6 +104,13 @@ __device__ __forceinline__ void store_rows(const WarpTile& tile, const Target& t
                         {words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]});
   }
   __syncwarp();
+}
+
+/// Stores kColumns columns of the warp's rows, of which `words` are the lane's.
+template <int kColumns>
+__device__ __forceinline__ void store_rows(const WarpTile& tile, const Target& to,
+                                           const std::uint32_t* words) {
+  stage_row<kColumns>(tile, words);
   store_staged<kColumns>(tile, to, 0);
 }
 

@@ -18,13 +18,15 @@ __device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address
                                    std::uint64_t{1} << 46 | std::uint64_t{2} << 61;
   return kFixed | (address & 0x3ffff) >> 4;
 }
+/// What to add to it for 16 of K.
+constexpr std::uint32_t next_16_of_k(bool mn_major) { return (mn_major ? 2048 : 32) / 16; }
 
-/// Instruction descriptor of a product with D in fp32 and A K-major. `types` is that of
-/// RowTilesParams.
-__device__ __forceinline__ std::uint32_t product_descriptor(std::uint32_t types, int rows,
-                                                            int columns, bool mn_major_b) {
-  return 1u << 4 | types | (mn_major_b ? 1u << 16 : 0u) |
-         static_cast<std::uint32_t>(columns) << 14 | static_cast<std::uint32_t>(rows) << 20;
+/// Instruction descriptor of a product with D in fp32. `operands` has the types of A and B and
+/// their orders (kBrainTypes and what follows it in params.h).
+__device__ __forceinline__ std::uint32_t product_descriptor(std::uint32_t operands, int rows,
+                                                            int columns) {
+  return 1u << 4 | operands | static_cast<std::uint32_t>(columns) << 14 |
+         static_cast<std::uint32_t>(rows) << 20;
 }
 
 /// Starts D = A B, or D += A B if `accumulates`, over 16 of K. One thread of the even CTA issues it

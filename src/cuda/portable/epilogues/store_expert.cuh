@@ -3,6 +3,7 @@
 // to +0.
 #pragma once
 
+#include "cuda/portable/epilogues/grad_target.cuh"
 #include "cuda/portable/epilogues/staging.cuh"
 #include "cuda/portable/params.h"
 
@@ -48,7 +49,7 @@ struct StoreExpert {
         const uint4 words =
             ptx::load_shared16(staging + slice_row * kWordsRowBytes + (warp.lane & 7) * 16);
         if (row < tile.rows && column < p.columns) {
-          const Target to(p, tile.expert, tile.row + row, column);
+          const GradTarget to(p, tile.expert, tile.row + row, column);
           if (to.data == nullptr) continue;
           *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(to.data) + to.offset) = words;
         }
@@ -85,7 +86,7 @@ struct StoreExpert {
   static __device__ __forceinline__ void store_vectors(const Params& p, const TileSlot& tile,
                                                        int row, int column,
                                                        const float (&values)[8]) {
-    const Target to(p, tile.expert, tile.row + row, column);
+    const GradTarget to(p, tile.expert, tile.row + row, column);
     if (to.data == nullptr) return;
     auto* at = reinterpret_cast<float4*>(static_cast<float*>(to.data) + to.offset);
 #pragma unroll
@@ -103,45 +104,12 @@ struct StoreExpert {
                                                     int column, const float (&values)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const Target to(p, tile.expert, tile.row + row, column + i);
+      const GradTarget to(p, tile.expert, tile.row + row, column + i);
       if (to.data == nullptr) continue;
       float* at = static_cast<float*>(to.data) + to.offset;
       *at = p.store == GradStore::kAccumulate ? *at + values[i] : values[i];
     }
   }
-
-  /// The output and the offset at which an element of D is stored.
-  struct Target {
-    void* data;
-    std::int64_t offset;
-
-    __device__ __forceinline__ Target(const Params& p, int expert, int row, int column) {
-      int part = 0;
-      switch (p.split) {
-        case GradSplit::kNone:
-          break;
-        case GradSplit::kColumnHalves:
-          part = column >= p.border ? 1 : 0;
-          column -= part * p.border;
-          break;
-        case GradSplit::kRowHalves:
-          part = row >= p.border ? 1 : 0;
-          row -= part * p.border;
-          break;
-        case GradSplit::kColumnsAlternate:
-          part = column & 1;
-          column >>= 1;
-          break;
-        case GradSplit::kRowsAlternate:
-          part = row & 1;
-          row >>= 1;
-          break;
-      }
-      const GradOut& out = p.out[part];
-      data = out.data;
-      offset = expert * out.expert_stride + row * out.row_stride + column * out.column_stride;
-    }
-  };
 };
 
 }  // namespace sonicmoe::cuda::portable

@@ -1,4 +1,4 @@
-// The warps that load A and B into the stages.
+// The warps that load A and B of row products into the stages.
 #pragma once
 
 #include "cuda/blackwell/engine/barriers.cuh"
@@ -23,9 +23,9 @@ __device__ __forceinline__ void for_each_k_tile(const Segment* segments, int cou
 __device__ __forceinline__ void load_rows(const Segment* segments, const RowTilesParams& p,
                                           const Cta& cta, int warp, int lane) {
   const int line = (warp * kLoadingLanes + lane) * kGatheredRows;
-  TileWalk walk(p);
+  RowTiles tiles(p);
   StageRing ring;
-  for (Tile tile; walk.next(tile);) {
+  for (Tile tile; tiles.next(tile);) {
     const bool loads = lane < kLoadingLanes && line < tile.cta_rows;
     int ordered[kGatheredRows];
     int gathered[kGatheredRows];
@@ -56,9 +56,9 @@ __device__ __forceinline__ void load_rows(const Segment* segments, const RowTile
 /// of both CTAs.
 __device__ __forceinline__ void load_columns(const Segment* segments, const RowTilesParams& p,
                                              const Cta& cta) {
-  TileWalk walk(p);
+  RowTiles tiles(p);
   StageRing ring;
-  for (Tile tile; walk.next(tile);) {
+  for (Tile tile; tiles.next(tile);) {
     const std::uint32_t bytes = kCtas * (tile.cta_rows * kLineBytes + tile.boxes() * kBoxBytes);
     // With halves a CTA has 64 columns of gate and the same columns of up.
     const int step = p.halves != 0 ? kBoxColumns : tile.half_columns;
@@ -70,8 +70,8 @@ __device__ __forceinline__ void load_columns(const Segment* segments, const RowT
       const std::uint32_t full = ptx::in_even_cta(cta.full(ring.at).address());
       const int k = kt * kDepth;
       const auto load = [&](int box, int column) {
-        const ptx::Coord3 at = p.mn_major != 0 ? ptx::Coord3{column, k, tile.expert}
-                                               : ptx::Coord3{k, column, tile.expert};
+        const ptx::Coord3 at = (p.operands & kMnMajorB) != 0 ? ptx::Coord3{column, k, tile.expert}
+                                                             : ptx::Coord3{k, column, tile.expert};
         ptx::pair_load(cta.b(ring.at) + box * kBoxBytes, &segment.columns[p.halves != 0 ? box : 0],
                        full, at);
       };
@@ -80,13 +80,7 @@ __device__ __forceinline__ void load_columns(const Segment* segments, const RowT
       ring.next();
     });
   }
-  // A commit of the last products may still arrive at `empty`. Waits for it, because a CTA must not
-  // end before. The wait for a stage that was never used succeeds at once.
-#pragma unroll 1
-  for (int s = 0; s < kStages; s++) {
-    cta.empty(ring.at).wait(ring.parity ^ 1);
-    ring.next();
-  }
+  wait_for_last_products(cta, ring);
 }
 
 }  // namespace sonicmoe::cuda::blackwell
