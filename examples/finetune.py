@@ -151,7 +151,7 @@ def finetune(s: Settings, stdout: TextIO) -> int:
     with StopSignal() as stop:
         progress = run.Progress(s, stop)
         trainer = run.trainer_of(net, s, rows, progress)
-        with torch.compiler.set_stance("force_eager"):  # --compile is for training
+        with model.uncompiled(net):
             before = trainer.evaluate()["eval_loss"]
         if s.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -161,7 +161,7 @@ def finetune(s: Settings, stdout: TextIO) -> int:
             saved = "saved; --resume" if s.save_every else "not saved (--save-every 0)"
             print(f"stopped at step {trainer.state.global_step} of {s.steps}, {saved}")
             return 128 + stop.number
-        with torch.compiler.set_stance("force_eager"):
+        with model.uncompiled(net):
             after = trainer.evaluate()["eval_loss"]
         net.save_pretrained(out / "adapter")
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]

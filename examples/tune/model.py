@@ -1,5 +1,6 @@
 """The model with its factors, and the text as rows of tokens."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -238,6 +239,21 @@ def compile_parts(model: nn.Module) -> None:
         norm = "norm" in own and "attn" not in path
         if norm or own in ("self_attn", "gate", "router"):
             module.compile(dynamic=False)
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module):
+    """Calls the parts of compile_parts() without their compiled functions, which are for training:
+    others would be compiled for evaluations. What transformers itself compiles stays compiled, for
+    flex attention makes T x T scores otherwise."""
+    parts = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+    for module in parts:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, compiled in parts.items():
+            module._compiled_call_impl = compiled
 
 
 def merge(model, folder: Path) -> None:

@@ -120,6 +120,30 @@ def test_compiled_parts_change_no_gradient(monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+def test_evaluations_compile_no_part_and_leave_others_compiled(monkeypatch):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    compile_of = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda m, **given: compile_of(m, backend=backend, **given)
+    )
+    s = settings.parse(["--config", "small", "--device", "cpu", "--rank", "4", "--layers", "1"])
+    net = model.add_factors(model.build(s), s).train()
+    model.compile_parts(net)
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with model.uncompiled(net), torch.no_grad():
+        want = net(input_ids=ids).logits
+        assert not compiled
+        torch.compile(torch.neg, backend=backend)(want)  # as transformers compiles flex attention
+        assert len(compiled) == 1
+    torch.testing.assert_close(net(input_ids=ids).logits, want)
+    assert len(compiled) > 1
+
+
 @needs_cuda
 @pytest.mark.parametrize("more", ([], ["--compile"]))
 def test_a_step_is_traced_on_cuda(tmp_path, capsys, more):
