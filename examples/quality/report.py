@@ -4,6 +4,7 @@ import io
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import matplotlib.pyplot as plt
 
 Record = dict[str, Any]
 ORIGIN = ("device", "torch", "commit", "date")  # of each record; the report has the newest's
-COLOURS = ("#8095a8", "#c4451c", "#2f7f5f", "#7a4fa3", "#b08a1e", "#3a6fb0")
+COLOURS = ("#8095a8", "#c4451c", "#2f7f5f", "#7a4fa3", "#b08a1e", "#3a6fb0", "#222222")
 
 
 def mean_std(values: list[float], form: str = "{:.4f}") -> str:
@@ -176,8 +177,11 @@ def _image(figure) -> bytes:
 
 
 def rounding_plot(rows: list[dict[str, Any]]) -> bytes:
-    """For each model: the distance from top-K over T_e / tile, and the loss over time."""
-    models = list(dict.fromkeys((row["architecture"], row["size"]) for row in rows))
+    """For each architecture, in the size with most rows: the distance from top-K over T_e / tile,
+    and the loss over time."""
+    sizes = Counter((row["architecture"], row["size"]) for row in rows)
+    most = {architecture: size for (architecture, size), _ in sizes.most_common()[::-1]}
+    models = sorted(most.items())
     figure, axes = plt.subplots(
         2, len(models), figsize=(4 * len(models), 6.5), layout="constrained", squeeze=False
     )
@@ -200,7 +204,15 @@ def _gaps(axes, rows: list[dict[str, Any]], title: str) -> None:
         bars = [statistics.stdev(r["gaps"]) if len(r["gaps"]) > 1 else 0.0 for r in points]
         label = kind[0] + ("" if kind[1] == "start" else " after 10 %")
         y = [statistics.fmean(r["gaps"]) for r in points]
-        axes.errorbar(x, y, bars, marker="o", capsize=3, label=label, color=COLOURS[1:][i % 5])
+        axes.errorbar(
+            x,
+            y,
+            bars,
+            marker="o",
+            capsize=3,
+            label=label,
+            color=COLOURS[1 + i % (len(COLOURS) - 1)],
+        )
     ratios = sorted({r["ratio"] for r in rows if r["ratio"]})
     if ratios:
         axes.set_xscale("log", base=2)
@@ -210,9 +222,10 @@ def _gaps(axes, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _curves(axes, rows: list[dict[str, Any]]) -> None:
-    """Loss over the seconds of training, of the first seed. The last point of a curve is left out:
-    it is the loss of more text."""
-    for i, row in enumerate(r for r in rows if r["mode"] in ("topk", "nearest")):
+    """Loss over the seconds of training, of the first seed with top-K and with `nearest` from the
+    start. The last point of a curve is left out: it is the loss of more text."""
+    drawn = [r for r in rows if r["mode"] in ("topk", "nearest") and r["begin"] == "start"]
+    for i, row in enumerate(drawn):
         curve = row["runs"][0]["curve"][1:-1]
         label = "top-K" if not row["ratio"] else f"{row['mode']} {row['ratio']}"
         axes.plot(
