@@ -252,9 +252,9 @@ class RankHealth:
             places = {self.me: place} | {rank: waiting[1] for rank, waiting in waits.items()}
             each = ", ".join(f"rank {rank} in {places[rank]}" for rank in self.ranks)
             return f"all ranks wait ({each}), but the exchange did not end {within}"
-        last = [f"rank {r} last waited in {waits[r][1]}" for r in absent if waits[r]]
         # A rank that left a step waits in a collective that does not match, and may hold others.
-        also = f" ({', '.join(last)}, this rank waits in {place})" if last else ""
+        last = [f"rank {r} last waited in {waits[r][1]}, " for r in absent if waits[r]]
+        also = f" ({''.join(last)}this rank waits in {place})"
         return f"{_listed(absent)} did not come {within}{self._failure_of(absent) or also}"
 
     def _failure_of(self, absent: list[int]) -> str:

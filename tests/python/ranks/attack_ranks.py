@@ -88,9 +88,10 @@ class Plan(NamedTuple):
 
 
 # On GPUs a rank that leaves a step can hold other ranks in collectives that do not match. Then none
-# can tell which one has left, but it must say that the absent rank and itself wait in other places.
-ELSEWHERE = r"|did not come within \d+ s \(rank \d last waited in (?P<there>[^,)]+),"
-ELSEWHERE += r".* this rank waits in (?!(?P=there)\))"
+# can tell which one has left, but it must say where itself waits, and if the absent rank has waited
+# before, that this was another place.
+ELSEWHERE = r"|did not come within \d+ s \((rank \d last waited in (?P<there>[^,)]+),"
+ELSEWHERE += r".* this rank waits in (?!(?P=there)\))|this rank waits in )"
 # What the other ranks' errors contain, unless they contain CONSEQUENCE; {v} is the attacked rank.
 SENTENCES = {
     "nothing": "",
