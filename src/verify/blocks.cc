@@ -9,12 +9,28 @@
 namespace sonicmoe::verify {
 namespace {
 
-// The loops over bytes of these functions take most of a test's time if sanitizers check each byte.
+// Byte by byte, the loops of these functions take a fifth of a test's time, and most of it if
+// sanitizers check each byte.
 #define SONICMOE_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
+constexpr std::int64_t kWord = sizeof(std::uint64_t);
+constexpr std::uint64_t kOnes = 0x0101010101010101;  // each byte is 1: all bytes are allowed
+
+SONICMOE_UNCHECKED std::uint64_t word(const std::uint8_t* bytes) {
+  std::uint64_t value;
+  std::memcpy(&value, bytes, kWord);
+  return value;
+}
 
 SONICMOE_UNCHECKED void fill_allowed(const std::uint8_t* allowed, std::int64_t count,
                                      std::uint8_t filling, std::uint8_t* bytes) {
-  for (std::int64_t i = 0; i < count; ++i) bytes[i] = allowed[i] != 0 ? filling : bytes[i];
+  std::int64_t i = 0;
+  for (; i + kWord <= count; i += kWord) {
+    const std::uint64_t mask = word(allowed + i) * 0xff;
+    const std::uint64_t value = (word(bytes + i) & ~mask) | (kOnes * filling & mask);
+    std::memcpy(bytes + i, &value, kWord);
+  }
+  for (; i < count; ++i) bytes[i] = allowed[i] != 0 ? filling : bytes[i];
 }
 
 // The first byte that differs and is not allowed to, or `count`.
@@ -22,8 +38,17 @@ SONICMOE_UNCHECKED std::int64_t first_forbidden(const std::uint8_t* allowed,
                                                 const std::uint8_t* before, const std::uint8_t* now,
                                                 std::int64_t count) {
   std::int64_t i = 0;
-  while (i < count && (now[i] == before[i] || allowed[i] != 0)) ++i;
-  return i;
+  while (i < count) {
+    const bool whole = i + kWord <= count;
+    if (whole && (word(now + i) == word(before + i) || word(allowed + i) == kOnes)) {
+      i += kWord;
+    } else if (now[i] == before[i] || allowed[i] != 0) {
+      ++i;
+    } else {
+      return i;
+    }
+  }
+  return count;
 }
 
 #undef SONICMOE_UNCHECKED
