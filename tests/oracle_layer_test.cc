@@ -289,6 +289,40 @@ TEST(OracleLayer, RoundsInnerRowsAndTheirSumsOnce) {
   EXPECT_EQ(b.dx.values[0], 1552.0) << "r(4 * 0.5 + 12 * 129 = 1550)";
 }
 
+// Every column has the sum that a plain loop gives, with any number of columns: of whole vectors,
+// of narrower ones and beside them.
+template <class Real>
+void expect_ascending_sums(Accumulator accumulator) {
+  std::mt19937_64 engine(7);
+  std::normal_distribution<double> normal;
+  for (const std::int64_t cols : {1, 7, 8, 31, 64, 109, 250}) {
+    Matrix<Real> a(3, 83), b(83, cols), sum(3, cols);
+    for (Matrix<Real>* m : {&a, &b, &sum}) {
+      for (Real& v : m->values) v = static_cast<Real>(normal(engine));
+    }
+    Matrix<Real> plain = sum;
+    for (std::int64_t i = 0; i < 3; ++i) {
+      for (std::int64_t j = 0; j < cols; ++j) {
+        for (std::int64_t k = 0; k < 83; ++k) {
+          plain(i, j) += a(i, k) * b(k, j);
+          const bool last = (k + 1) % accumulator.step == 0;
+          if (accumulator.bits != 0 && last) plain(i, j) = cut(plain(i, j), accumulator.bits);
+        }
+      }
+    }
+    add_product(sum, a, b, accumulator);
+    EXPECT_EQ(sum.values, plain.values) << cols << " columns";
+  }
+}
+
+TEST(OracleLayer, ProductsAddInAscendingOrder) {
+  for (const Accumulator accumulator : {Accumulator{}, Accumulator{13, 16}}) {
+    expect_ascending_sums<float>(accumulator);
+    expect_ascending_sums<double>(accumulator);
+    expect_ascending_sums<long double>(accumulator);
+  }
+}
+
 TEST(OracleLayer, ProductsRefuseMatricesOfOtherShapes) {
   const Matrix<double> a(2, 3), b(3, 4);
   Matrix<double> sum(2, 4), narrow(2, 3), cut(2, 4);

@@ -101,6 +101,17 @@ void store(void* data, DType dtype, std::int64_t offset, double value) {
   throw Error(Status::kInvalidArgument, "dtype is out of range, must be 0 to 5");
 }
 
+// The elements of a tensor along its last axis.
+struct Run {
+  std::size_t count;
+  std::int64_t stride;
+};
+
+Run run_of(const Tensor& t) {
+  if (t.rank == 0) return {1, 0};
+  return {static_cast<std::size_t>(t.shape[t.rank - 1]), t.stride[t.rank - 1]};
+}
+
 std::int64_t load_integer(const Tensor& t, std::int64_t index) {
   const std::int64_t offset = element_offset(t, index);
   return t.dtype == DType::kI64 ? get<std::int64_t>(t.data, offset)
@@ -109,15 +120,23 @@ std::int64_t load_integer(const Tensor& t, std::int64_t index) {
 
 std::vector<double> read(const Tensor& t) {
   std::vector<double> values(static_cast<std::size_t>(element_count(t)));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = load(t.data, t.dtype, element_offset(t, static_cast<std::int64_t>(i)));
+  const Run run = run_of(t);
+  for (std::size_t i = 0; i < values.size(); i += run.count) {
+    const std::int64_t first = element_offset(t, static_cast<std::int64_t>(i));
+    for (std::size_t j = 0; j < run.count; ++j) {
+      values[i + j] = load(t.data, t.dtype, first + static_cast<std::int64_t>(j) * run.stride);
+    }
   }
   return values;
 }
 
 void write(const Tensor& t, const std::vector<double>& values) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    store(t.data, t.dtype, element_offset(t, static_cast<std::int64_t>(i)), values[i]);
+  const Run run = run_of(t);
+  for (std::size_t i = 0; i < values.size(); i += run.count) {
+    const std::int64_t first = element_offset(t, static_cast<std::int64_t>(i));
+    for (std::size_t j = 0; j < run.count; ++j) {
+      store(t.data, t.dtype, first + static_cast<std::int64_t>(j) * run.stride, values[i + j]);
+    }
   }
 }
 

@@ -13,6 +13,7 @@
 // index: one fixed order. Inputs X and dO are the gathered rows.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -55,14 +56,57 @@ Real cut(Real v, int bits) {
   return std::ldexp(std::trunc(std::ldexp(fraction, bits)), exponent - bits);
 }
 
-/// out += factor * in, for `count` elements. Without the attribute, sanitizers would check each
-/// element, which takes ten times as long as the sum. add_product() checks the shapes instead.
-template <class Real>
-__attribute__((no_sanitize("address", "undefined"))) void add_scaled(Real factor, const Real* in,
-                                                                     std::int64_t count,
-                                                                     Real* out) {
-  for (std::int64_t j = 0; j < count; ++j) out[j] += factor * in[j];
+// Sanitizers would check each element of these sums, which takes ten times as long as the sums.
+// add_product() checks the shapes instead.
+#define SONICMOE_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
+/// out[j] += the sum of a[k] * b[k * cols + j] for `terms` ascending k, for columns j from `first`
+/// on, four vectors of kBytes at a time. Returns the first column that is left.
+template <std::size_t kBytes, class Real>
+SONICMOE_UNCHECKED __attribute__((always_inline)) inline std::int64_t add_vectors(
+    const Real* a, const Real* b, std::int64_t terms, std::int64_t cols, std::int64_t first,
+    Real* out) {
+  typedef Real Vector __attribute__((vector_size(kBytes), aligned(alignof(Real)), may_alias));
+  constexpr std::int64_t kColumns = 4 * kBytes / sizeof(Real);
+  for (; first + kColumns <= cols; first += kColumns) {
+    auto* to = reinterpret_cast<Vector*>(out + first);
+    Vector sum0 = to[0], sum1 = to[1], sum2 = to[2], sum3 = to[3];
+    for (std::int64_t k = 0; k < terms; ++k) {
+      const auto* from = reinterpret_cast<const Vector*>(b + k * cols + first);
+      sum0 += a[k] * from[0];
+      sum1 += a[k] * from[1];
+      sum2 += a[k] * from[2];
+      sum3 += a[k] * from[3];
+    }
+    to[0] = sum0, to[1] = sum1, to[2] = sum2, to[3] = sum3;
+  }
+  return first;
 }
+
+template <class Real>
+SONICMOE_UNCHECKED __attribute__((target("avx512f"))) std::int64_t add_wide_vectors(
+    const Real* a, const Real* b, std::int64_t terms, std::int64_t cols, Real* out) {
+  return add_vectors<32>(a, b, terms, cols, add_vectors<64>(a, b, terms, cols, 0, out), out);
+}
+
+/// The same for every column. Each sum has one order, whatever the vectors; long double has none.
+template <class Real>
+SONICMOE_UNCHECKED void add_terms(const Real* a, const Real* b, std::int64_t terms,
+                                  std::int64_t cols, Real* out) {
+  std::int64_t j = 0;
+  if constexpr (sizeof(Real) <= sizeof(double)) {
+    static const bool has_wide_vectors = __builtin_cpu_supports("avx512f");
+    if (has_wide_vectors) j = add_wide_vectors(a, b, terms, cols, out);
+    j = add_vectors<16>(a, b, terms, cols, j, out);
+  }
+  for (; j < cols; ++j) {
+    Real sum = out[j];
+    for (std::int64_t k = 0; k < terms; ++k) sum += a[k] * b[k * cols + j];
+    out[j] = sum;
+  }
+}
+
+#undef SONICMOE_UNCHECKED
 
 /// Throws unless the matrix has `rows` rows of `cols` elements.
 template <class Real>
@@ -82,11 +126,13 @@ void add_product(Matrix<Real>& sum, const Matrix<Real>& a, const Matrix<Real>& b
                  Accumulator accumulator = {}) {
   require_shape(sum, a.rows, b.cols);
   require_shape(b, a.cols, b.cols);
+  const std::int64_t step = accumulator.bits == 0 ? a.cols : accumulator.step;
   for (std::int64_t i = 0; i < a.rows; ++i) {
     Real* out = sum.row(i);
-    for (std::int64_t k = 0; k < a.cols; ++k) {
-      add_scaled(a(i, k), b.row(k), b.cols, out);
-      if (accumulator.bits == 0 || (k + 1) % accumulator.step != 0) continue;
+    for (std::int64_t k = 0; k < a.cols; k += step) {
+      const std::int64_t terms = std::min(step, a.cols - k);
+      add_terms(a.row(i) + k, b.row(k), terms, b.cols, out);
+      if (accumulator.bits == 0 || terms < step) continue;
       for (std::int64_t j = 0; j < b.cols; ++j) out[j] = cut(out[j], accumulator.bits);
     }
   }
