@@ -9,6 +9,7 @@ for the emulator: the PTX of the named architectures (80, 90 or 90a, say), a zer
 """
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -75,7 +76,9 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 def run_with_ptx(command: list[str], architectures: list[str]) -> subprocess.CompletedProcess:
     """Runs the command, which compiles an object, and writes OBJECT.ptx."""
     target = Path(target_of(command))
-    is_cached = any(Path(word).name == "ccache" for word in command)
+    is_cached = "CCACHE_DISABLE" not in os.environ and any(
+        Path(word).name == "ccache" for word in command
+    )
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         stem = f"{folder}/{target.name.split('.')[0]}"
         texts = [Path(f"{stem}.compute_{name}.ptx") for name in architectures]

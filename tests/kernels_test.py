@@ -126,11 +126,23 @@ class GateTest(unittest.TestCase):
             ccache.write_text('#!/bin/sh\nfor last; do :; done; echo "$@" >"$last"\n')
             ccache.chmod(0o755)
             command = [str(ccache), "nvcc", "-c", "a.cu", "-o", f"{folder}/a.cu.o"]
-            self.assertEqual(ptxas_gate.run_with_ptx(command, ["80", "120"]).returncode, 0)
+            with unittest.mock.patch.dict(os.environ):
+                os.environ.pop("CCACHE_DISABLE", None)
+                self.assertEqual(ptxas_gate.run_with_ptx(command, ["80", "120"]).returncode, 0)
             texts = Path(folder, "a.cu.o.ptx").read_text().split("\0")
             made_for = [word for text in texts for word in text.split() if word.startswith("-arch")]
             self.assertEqual(made_for, ["-arch=compute_80", "-arch=compute_120"])
             self.assertTrue(Path(folder, "a.cu.o").exists())
+
+    def test_a_disabled_ccache_runs_the_compiler_once(self):
+        with tempfile.TemporaryDirectory() as folder:
+            ccache = Path(folder, "ccache")
+            ccache.write_text('#!/bin/sh\nfor folder; do :; done; echo "$@" >"$folder/a.ptx"\n')
+            ccache.chmod(0o755)
+            command = [str(ccache), "nvcc", "-c", "a.cu", "-o", f"{folder}/a.cu.o"]
+            with unittest.mock.patch.dict(os.environ, CCACHE_DISABLE="1"):
+                self.assertEqual(ptxas_gate.run_with_ptx(command, ["90a"]).returncode, 0)
+            self.assertIn("a.cu.o --keep", Path(folder, "a.cu.o.ptx").read_text())
 
     def test_with_ccache_ptx_is_made_alone(self):
         options = "-O3 -gencode=arch=compute_80,code=sm_80 -Xptxas=-v -MD -MT a.o -MF a.d"
