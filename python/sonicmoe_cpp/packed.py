@@ -427,6 +427,13 @@ def pack(weights: Tensor, format: str, **options) -> PackedWeights:
 # ---- in modules ----------------------------------------------------------------------------------
 
 
+def _kinds(tensors: dict[str, Tensor]) -> str:
+    """The names, dtypes and shapes of the tensors of a format."""
+    return ", ".join(
+        f"{name} {_checks.names([t.dtype])} {tuple(t.shape)}" for name, t in tensors.items()
+    )
+
+
 class PackedExperts(nn.Module):
     """Holds PackedWeights in a module, as buffers: state_dict() has codes and scales under the
     names of PackedWeights. Calling it returns the PackedWeights.
@@ -457,6 +464,30 @@ class PackedExperts(nn.Module):
             weights = dataclasses.replace(self.weights_without_tensors, dtype=dtype)
             self.weights_without_tensors = weights
         return self
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        # Refuses another format as a whole. torch would copy the tensors that fit, and NF4's codes
+        # with scales of another file are weights, too.
+        name = prefix[:-1]
+        parts = {n: state_dict[prefix + n] for n in _packed_ops.PARTS if prefix + n in state_dict}
+        own = {n: t for n, t in self._buffers.items() if t is not None}
+        if name in unexpected:
+            unexpected[:] = [key for key in unexpected if key != name]
+            errors.append(
+                f"{name} of the state dict is not packed, must have {_kinds(own)}: load it before "
+                "it is packed"
+            )
+        elif parts and _kinds(parts) != _kinds(own):
+            errors.append(
+                f"{name} of the state dict has {_kinds(parts)}, must have {_kinds(own)}: pack it "
+                "in the format and blocks of the state dict"
+            )
+        else:
+            super()._load_from_state_dict(
+                state_dict, prefix, metadata, strict, missing, unexpected, errors
+            )
 
     @property
     def shape(self) -> torch.Size:

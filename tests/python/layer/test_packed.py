@@ -406,6 +406,28 @@ def test_state_dict_keeps_codes_and_scales(device):
         assert torch.equal(again(x)[0], module(x)[0])
 
 
+@pytest.mark.parametrize("strict", (True, False))
+@pytest.mark.parametrize(
+    "format, options",
+    [(None, {}), ("nf4", {}), ("nf4", {"block": 32}), ("mxfp4", {})],
+)
+def test_a_state_dict_of_another_format_is_refused_whole(format, options, strict):
+    module, other = new_moe("cpu"), new_moe("cpu")
+    module.pack("nf4", nested=True)
+    other.w_up.data.add_(1.0)
+    if format:
+        other.pack(format, **options)
+    before = {name: t.clone() for name, t in module.w_up.state_dict().items()}
+    has = "is not packed" if format is None else "has codes uint8"
+    sentence = (
+        rf"w_up of the state dict {has}.*, must have codes uint8 \(4, 128, 64\), scales uint8"
+    )
+    with pytest.raises(RuntimeError, match=sentence) as refusal:
+        module.load_state_dict(other.state_dict(), strict=strict)
+    assert str(refusal.value).count("\n\t") == 2  # one for each of w_up and w_down
+    assert all(torch.equal(t, before[n]) for n, t in module.w_up.state_dict().items())
+
+
 def test_casts_of_a_module_keep_codes_and_scales():
     module = new_moe("cpu", dtype=torch.float32)
     module.pack("nf4", nested=True)
