@@ -191,6 +191,21 @@ def _refusing_a_second_adapter(init):
     return refuse
 
 
+def _refusing_mixed_batches(enable_hooks):
+    """PEFT refuses them too, but inside of the experts' forward. Its hooks then stay on the model,
+    so that all later calls fail."""
+
+    def enable(self, *arguments, **options):
+        if options.get("adapter_names") is not None and _has_factors(self.get_base_model()):
+            raise ValueError(
+                "adapter_names is given, but experts compute all rows with the same adapters: call "
+                "set_adapter(name) and the model once for the rows of each adapter"
+            )
+        return enable_hooks(self, *arguments, **options)
+
+    return enable
+
+
 def adopt_factors() -> None:
     """Replaces methods of PEFT, so that its factors of experts are computed without W + B A."""
     try:
@@ -203,6 +218,7 @@ def adopt_factors() -> None:
         _replace(ParamWrapper, "merge", _merging_whole)
         _replace(ParamWrapper, "unmerge", _unmerging_whole)
         _replace(PeftModel, "__init__", _refusing_a_second_adapter)
+        _replace(PeftModel, "_enable_peft_forward_hooks", _refusing_mixed_batches)
 
 
 # ---- saving --------------------------------------------------------------------------------------

@@ -128,25 +128,6 @@ def test_the_activation_is_not_recognised_again(monkeypatch):
     logits(model)
 
 
-def test_several_adapters_add_up():
-    model = adapted()
-    first = logits(model)
-    other = peft.LoraConfig(
-        r=2,
-        lora_alpha=1,
-        target_modules=[],
-        target_parameters=model.peft_config["default"].target_parameters,
-    )
-    model.add_adapter("other", other)
-    model.set_adapter("other")
-    fill(model)
-    assert (logits(model) - first).abs().max() > 0.1
-    model.base_model.set_adapter(["default", "other"])
-    got = logits(model)
-    model.get_base_model().set_experts_implementation("eager")
-    torch.testing.assert_close(got, logits(model), rtol=1e-4, atol=1e-4)
-
-
 def test_ranks_by_module(tmp_path):
     """Every module keeps its own rank and alpha, in the file too."""
     pattern = {r"model\.layers\.1\.mlp\.experts\.down_proj": 5}
