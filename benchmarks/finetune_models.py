@@ -1,7 +1,9 @@
 """Takes reports of examples/finetune.py, which measured whole models, into the record of
-finetuning. A row of the same model, weights, rank, tokens and limit is replaced.
+finetuning, and rows of layers of a later run of benchmarks/finetune.py. A row of the same kind is
+replaced: model, weights, rank, tokens and limit, or layer, T and r.
 
     python benchmarks/finetune_models.py report.json ... --commit 1a2b3c4
+    python benchmarks/finetune_models.py --layers OUT/finetune.json --commit 1a2b3c4
 """
 
 from __future__ import annotations
@@ -53,11 +55,22 @@ def replaced(rows, row):
     return [*kept[: last + 1], row, *kept[last + 1 :]]
 
 
+def with_layers(rows, found, commit):
+    """Rows of layers with those of a later run in place of the same ones."""
+
+    def kind(r):
+        return r["config"], r["T"], r["r"]
+
+    new = {kind(r): r | {"commit": commit} for r in found}
+    return [*(new.pop(kind(r), r) for r in rows), *new.values()]
+
+
 def main(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("reports", nargs="+", type=Path)
+    parser.add_argument("reports", nargs="*", type=Path)
+    parser.add_argument("--layers", type=Path, help="record of a later run on the same device")
     parser.add_argument("--commit", required=True, help="of the measured tree")
     parser.add_argument("--record", type=Path, default=RECORDS / "h200/finetune.json")
     arguments = parser.parse_args(argv)
@@ -65,6 +78,11 @@ def main(argv):
     for path in arguments.reports:
         row = row_of(json.loads(path.read_text()), arguments.commit)
         record["models"] = replaced(record["models"], row)
+    if arguments.layers:
+        other = json.loads(arguments.layers.read_text())
+        if other["device"] != record["device"]:
+            parser.error(f"{other['device']} is not the record's {record['device']}")
+        record["rows"] = with_layers(record["rows"], other["rows"], arguments.commit)
     arguments.record.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -50,7 +50,14 @@ def layers(record):
         for name, why in row.get("left_out", {}).items()
         if name in rivals
     )
-    return f"{grid(columns, rows)}\n\nMeans: {means(record)}. {source(record)}{notes}"
+    where = source(record) + later(record["rows"])
+    return f"{grid(columns, rows)}\n\nMeans: {means(record)}. {where}{notes}"
+
+
+def later(rows):
+    """Which rows are of other commits than the record."""
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    return f" The rows of {', '.join(commits)} are later." if commits else ""
 
 
 def means(record):
@@ -100,19 +107,19 @@ def models(record):
         cells = [row["model"], row["weights"], row["rank"], kind, row["sequence"]]
         cells.append(row["cap_gib"] or "-")
         rows.append([*cells, row["peak_gib"], row["tokens_per_s"], rival, times])
-    later = {row["commit"] for row in record["models"] if "commit" in row}
-    note = f" The rows of {', '.join(sorted(later))} are later." if later else ""
-    return f"{grid(columns, rows, words=2)}\n\n{source(record)}{note}"
+    return f"{grid(columns, rows, words=2)}\n\n{source(record)}{later(record['models'])}"
 
 
 PHASES = ("forward", "recomputed", "backward")
 
 
 def trace(record):
-    """Where the time of a step goes, of the last traced row."""
-    row = next((row for row in reversed(record["models"]) if "trace" in row), None)
-    if row is None:
-        return "Not measured yet."
+    """Where the time of a step goes, of each traced row."""
+    traced = [row for row in record["models"] if "trace" in row]
+    return "\n\n".join(map(trace_of, traced)) or "Not measured yet."
+
+
+def trace_of(row):
     columns = ["ms of the GPU", *PHASES, "all"]
     lines = {part: [] for part in sorted(row["trace"]["parts"])}
     beside = row.get("beside", {}).get("trace")

@@ -65,6 +65,9 @@ def test_the_tables_show_the_row(models, page):
     assert "| experts | 50.0 | 0.0 | 70.0 | 120.0 | 500.0 |" in text
     assert "| norms | 0.0 | 3.0 | 0.0 | 3.0 | 0.0 |" in text
     assert "4,321 kernels, with transformers' experts 9,876" in text
+    other = models.row_of(a_report(weights="nf4-nested") | {"beside": None}, "c")
+    both = page.trace({"models": [{}, *record["models"], other]})
+    assert both.startswith(text) and "qwen3-30b, nf4-nested, compiled, 4,321 kernels." in both
     assert page.trace({"models": [{}]}) == "Not measured yet."
 
 
@@ -160,6 +163,22 @@ def test_an_absent_package_is_left_out(bench, monkeypatch):
     assert bench.installed(data, (out, *grads), {"torch": 1.0}) == ({}, {"axolotl": "absent"})
 
 
+def test_rows_of_a_later_run_replace_the_same_ones(models, tmp_path, capsys):
+    record, other = tmp_path / "finetune.json", tmp_path / "later.json"
+    old, wide = a_row(1.0), a_row(2.0) | {"r": 64}
+    record.write_text(json.dumps({"device": "NVIDIA H200", "models": [], "rows": [old, wide]}))
+    found = [a_row(3.0, axolotl=4.0), a_row(4.0) | {"T": 8192}]
+    other.write_text(json.dumps({"device": "NVIDIA H200", "rows": found}))
+    arguments = ["--layers", str(other), "--commit", "b", "--record", str(record)]
+    models.main(arguments)
+    rows = json.loads(record.read_text())["rows"]
+    assert rows == [found[0] | {"commit": "b"}, wide, found[1] | {"commit": "b"}]
+    other.write_text(json.dumps({"device": "NVIDIA H100", "rows": found}))
+    with pytest.raises(SystemExit):
+        models.main(arguments)
+    assert "NVIDIA H100 is not the record's NVIDIA H200" in capsys.readouterr().err
+
+
 def a_row(ms, **rivals):
     times = {"fwd_ms": ms, "bwd_ms": ms, "kept_mib": 1.0, "peak_mib": 2.0}
     row = {"config": "qwen3-30b", "T": 4096, "r": 16, "left_out": {}}
@@ -174,7 +193,9 @@ def test_a_rival_that_was_timed_has_a_column_and_a_bar(page):
     without = head | {"rows": [a_row(1.0)]}
     assert "axolotl" not in page.layers(without)
     left_out = a_row(1.0) | {"r": 64, "left_out": {"axolotl": "OutOfMemoryError: too large"}}
-    text = page.layers(head | {"rows": [a_row(1.0, axolotl=4.25), left_out]})
+    newer = a_row(1.0, axolotl=4.25) | {"commit": "b"}
+    text = page.layers(head | {"rows": [newer, left_out]})
+    assert "commit a. The rows of b are later. axolotl's" in text
     assert "| 2.00 | 3.00 | 4.25 |" in text and "| 2.00 | 3.00 | - |" in text
     assert "axolotl's layer is not timed at r 64, T 4096: OutOfMemoryError: too large." in text
     plt = pytest.importorskip("matplotlib.pyplot")
