@@ -82,6 +82,7 @@ BarrierClock& Agents::initialise(const std::byte* mbarrier, Stamp by) {
   BarrierClock& clock = place->second;
   if (is_new) clock.agent = next_++;
   clock.initialised = by;
+  clock.committed = {};
   clock.arrived.clear();
   clock.complete.clear();
   return clock;

@@ -113,10 +113,11 @@ struct BarrierClock {
   std::uint32_t agent = 0;   ///< the copies that count at the mbarrier, numbered by its phases
   std::uint32_t phases = 0;  ///< that are complete
   Stamp initialised;
+  Stamp committed;       ///< the phase of the last arrival by tcgen05.commit
   VectorClock arrived;   ///< of the phase that is open, and of earlier ones
   VectorClock complete;  ///< of complete phases
 
-  /// A copy that counts in the open phase.
+  /// A copy that counts in the open phase, or a commit that arrives in it.
   Stamp copy() const { return {agent, phases + 1}; }
   void complete_phase();
 };
@@ -130,6 +131,13 @@ class Agents {
   BarrierClock& initialise(const std::byte* mbarrier, Stamp by);
   /// Of an initialised mbarrier.
   BarrierClock& barrier(const std::byte* mbarrier) { return barriers_.at(mbarrier); }
+  /// Calls call(mbarrier, clock) for each mbarrier in memory [first, first + bytes).
+  template <class Call>
+  void for_each_barrier(const std::byte* first, std::size_t bytes, const Call& call) const {
+    for (const auto& [mbarrier, clock] : barriers_) {
+      if (mbarrier >= first && mbarrier < first + bytes) call(mbarrier, clock);
+    }
+  }
   std::string name(Stamp stamp) const;
 
  private:

@@ -47,7 +47,21 @@ TensorMemory& Cta::tensor() {
   return *tensor_;
 }
 
-void Cta::check_end() const {
+/// A commit may arrive late. If no warp waits for it, the CTA may have ended by then.
+void Cta::check_commits() {
+  cluster_.agents.for_each_barrier(
+      shared_->bytes(), shared_bytes_, [&](const std::byte* at, const BarrierClock& clock) {
+        const bool has_waited = std::any_of(warps.begin(), warps.end(), [&](const auto& warp) {
+          return warp->clock().known().has(clock.committed);
+        });
+        if (has_waited) return;
+        throw Fault("a CTA ends and has not waited for tcgen05.commit at the mbarrier at byte " +
+                    std::to_string(at - shared_->bytes()) + " of its shared memory");
+      });
+}
+
+void Cta::check_end() {
+  check_commits();
   if (tensor_ == nullptr) return;
   if (!tensor_->is_empty()) throw Fault("a CTA ends and has not freed its tensor memory");
   if (!tensor_->is_relinquished) {

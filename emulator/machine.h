@@ -213,7 +213,7 @@ class Cta {
   /// use.
   TensorMemory& tensor();
   /// Throws Fault if a CTA may not end so.
-  void check_end() const;
+  void check_end();
   /// Turns that pass before its warps begin.
   std::uint64_t late_turns = 0;
 
@@ -225,6 +225,7 @@ class Cta {
 
  private:
   [[noreturn]] void refuse_shared(std::uint32_t offset) const;
+  void check_commits();
   Cta& other_owner(std::uint32_t name);
 
   Cluster& cluster_;

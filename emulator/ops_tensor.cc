@@ -257,6 +257,7 @@ Next run_commit(Warp& warp, const Instruction& i, std::uint32_t lanes) {
       BarrierClock& clock = mbarrier::clock_of(cta.cluster(), at, *known);
       clock.arrived.merge(*known);
       clock.arrived.add(products);
+      clock.committed = clock.copy();
       mbarrier::arrive(cta.cluster(), at, 1);
     });
   }

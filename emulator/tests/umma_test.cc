@@ -207,6 +207,17 @@ TEST(Umma, EachWaitAndFenceIsNeeded) {
                "without a fence.proxy.async");
 }
 
+TEST(Umma, EveryCommitIsWaitedFor) {
+  const Operands operands({});
+  const std::string two = kClear + kCommit + kWait + kAfter + "bar.sync 0;\n" + kCommit;
+  const std::string again =
+      "$again:\nmbarrier.try_wait.parity.shared::cta.b64 %p4, [%r3], 1;\n@!%p4 bra $again;\n";
+  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+    EXPECT_THROW(operands.sums({}, two, seed), Fault);
+    EXPECT_NO_THROW(operands.sums({}, two + again, seed));
+  }
+}
+
 TEST(Umma, FaultsOfIssue) {
   const std::string rest = kCommit + kWait + kAfter;
   const auto issue = [](const std::string& guard) { return guard + kClear.substr(4); };

@@ -151,6 +151,10 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, int4 rows, i
     if (lane == 0) load(to + kPart, b, in_leader(full), column, cta_rank() * 128);
     __syncwarp();
   }
+  // A CTA must not end before the last commits have arrived.
+  for (int s = 0; s < kStages; ++s, stage.next()) {
+    wait(shared_address(&barriers.empty[stage.index]), stage.parity ^ 1);
+  }
 }
 
 __device__ void consume(std::uint32_t d, int k_tiles, std::uint32_t stages,
