@@ -161,17 +161,19 @@ if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
 endif()
 if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable100 10 10.0 ${portable} "${some_cases}")
-  # Of the engine blackwell: every product, all activations, and experts of 0 to 511 rows.
+  # Of the engine blackwell: every product, all activations, experts of 0 to 511 rows, and sums beside
+  # weight gradients.
   set(blackwell "Each/Cuda.PassesTheHarness/blackwell")
   foreach(seed 1 2 3)
     add_capability_test(Blackwell${seed} 15 10.0 ${blackwell}
-                        "${some_cases} routing/grouped_edges routing/ids_more_edges_k2")
+                        "${some_cases} routing/grouped_edges routing/ids_more_edges_k2 routing/ids_sentinels_k11/bf16")
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
   add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
-  add_capability_test(BlackwellGraphs 12 10.0 
-                      "Each/CudaGraph.*/blackwell:Each/CudaNan.*/blackwell:Each/CudaAccumulate.*/blackwell" "")
+  add_capability_test(
+    BlackwellGraphs 12 10.0
+    "Each/CudaGraph.*/blackwell:Each/CudaNan.*/blackwell:Each/CudaAccumulate.*/blackwell" "")
 endif()
 if(120 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable120 30 12.0 ${portable} "${more_cases}")

@@ -89,7 +89,7 @@ class CliTest(unittest.TestCase):
             known = {
                 "hopper": ["dynamic depth"],
                 "portable": ["narrow columns"],
-                "blackwell": [],  # has none
+                "blackwell": ["sum beside rows"],
             }[engine["name"]]
             self.assertEqual([name for name in thresholds if name in known], known)
             self.assertEqual(bool(thresholds), bool(known))

@@ -68,7 +68,7 @@ INCLUDES = {
     "cuda/layer": "core cuda/device cuda/math cuda/metadata cuda/packed cuda/sums",
     "cuda/portable": "core cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",
     "cuda/hopper": "core cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer",
-    "cuda/blackwell": "cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer "
+    "cuda/blackwell": "core cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer "
     "cuda/portable",
     "cuda/exchange": "core cuda/ptx cuda/device cuda/metadata cuda/sums cuda/layer",
     "capi": "core",

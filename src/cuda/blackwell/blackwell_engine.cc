@@ -1,5 +1,6 @@
 #include "cuda/blackwell/blackwell_engine.h"
 
+#include "cuda/blackwell/choices.h"
 #include "cuda/blackwell/launch.h"
 #include "cuda/blackwell/products.h"
 #include "cuda/portable/shape.h"
@@ -7,8 +8,17 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// The default order: the launches of this engine never overlap.
-BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
+/// Sums into dX run beside weight gradients, because memory limits the sums and the tensor cores
+/// limit the weight gradients.
+BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
+  const Weights& g = args.grads;
+  const bool has_weight_grads =
+      g.gate.data != nullptr || g.up.data != nullptr || g.down.data != nullptr;
+  BackwardOrder order{};
+  order.input_grad_first = args.dx.data != nullptr && has_weight_grads &&
+                           row_capacity(p) / p.experts >= blackwell::kSumBesideRows;
+  return order;
+}
 
 std::vector<TileChoice> describe(const Problem&) {
   constexpr const char* kPair = "256x256 by a pair of CTAs";
@@ -29,6 +39,7 @@ const Engine kBlackwellEngine = {
     .backward_order = &backward_order,
     .multiply_rows = &blackwell::multiply_rows,
     .multiply_depth = &blackwell::multiply_depth,
+    .choices = blackwell::kChoices,
     .describe = &describe,
 };
 

@@ -41,6 +41,7 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
                      rows_map(encode, product.right, product.right_part, 1),
                      rows_map(encode, product.right, product.right_part, kDepth)};
   params.tiles = tiles_of(product);
+  params.order = order_of(product.hints);
   params.epilogue = portable::epilogue_params(product);
   const std::int64_t tiles =
       product.groups.experts * params.tiles.row_tiles * params.tiles.column_tiles;

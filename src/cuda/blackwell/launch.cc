@@ -17,18 +17,26 @@ std::int64_t pairs_of(const Device& device, std::int64_t tiles) {
   return std::clamp<std::int64_t>(device.multiprocessors / kCtas, 1, tiles);
 }
 
+LaunchOrder order_of(const LaunchHints& hints) {
+  if (hints.start != Start::kIndependent) return {Begins::kAfterPrevious, nullptr};
+  return {Begins::kIndependent, hints.arrival};
+}
+
 void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream) {
   allow_shared_memory(kernel);
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCtas, 1, 1};
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCtas, 1, 1};
+  // The kernel itself waits for the previous launch (Begins).
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(pairs * kCtas));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   void* arguments[] = {const_cast<void*>(params)};
   check_cuda(cudaLaunchKernelExC(&config, kernel, arguments),
              "launching a kernel of the Blackwell engine");

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "cuda/blackwell/params.h"
 #include "cuda/device/device.h"
+#include "cuda/layer/product.h"
 #include "cuda/tma/tensor_map.h"
 
 namespace sonicmoe::cuda::blackwell {
@@ -20,6 +22,9 @@ const State& state_of(const Device& device);
 /// One pair of CTAs for two multiprocessors each, but at most one for each of `tiles`; at least
 /// one.
 std::int64_t pairs_of(const Device& device, std::int64_t tiles);
+
+/// kWithRowsOf is kAfterPrevious: no kernel releases rows before its end.
+LaunchOrder order_of(const LaunchHints& hints);
 
 /// Launches `kernel`. `params` is its argument.
 void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream);

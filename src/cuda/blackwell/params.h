@@ -63,10 +63,27 @@ struct DepthTilesParams {
   std::uint32_t operands;  ///< kMnMajorA, kMnMajorB, and kBrainTypes or 0
 };
 
+/// When the tiles of a kernel may begin. Every kernel waits for the kernel before it, and then lets
+/// the next one start; so the rules of ptx/dependent.cuh hold.
+enum class Begins : std::int32_t {
+  kAfterPrevious,  ///< after the previous kernel
+  kIndependent,    ///< at once: no tile reads what the previous kernel writes. Loads are by
+                   ///< ld.global, not by ld.global.nc, and loads by TMA follow a fence.proxy.async.
+                   ///< Of the epilogues only StoreExpert, and Store without bias and scales
+};
+
+/// The order of launches. The kernels' names are those of ptx/dependent.cuh.
+struct LaunchOrder {
+  Begins begins;
+  /// kIndependent: rows may be read once this count is not 0; null: at once.
+  const unsigned* arrival;
+};
+
 template <class EpilogueParams>
 struct RowProductParams {
   Segment segments[kMostSegments];
   RowTilesParams tiles;
+  LaunchOrder order;
   EpilogueParams epilogue;
 };
 
@@ -74,6 +91,7 @@ template <class EpilogueParams>
 struct DepthProductParams {
   DepthOperands operands;
   DepthTilesParams tiles;
+  LaunchOrder order;
   EpilogueParams epilogue;
 };
 

@@ -83,6 +83,7 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
         params.tiles = tiles_of(product);
         params.tiles.segments = set_segments(state_of(device), product, params.segments);
         for (const Segment& s : params.segments) params.tiles.k_tiles += s.k_tiles;
+        params.order = order_of(product.hints);
         params.epilogue = portable::epilogue_params(epilogue);
         run(kernel_of(epilogue, product.dtype),
             odd_pairs(device, product.groups.most_tiles(params.tiles.column_tiles)), &params,

@@ -58,5 +58,8 @@ inline constexpr int kBarriers = 2 * kStages + 2 * kAccumulators;
 inline constexpr int kTensorSlotAt = kBarriersAt + kBarriers * 8;
 inline constexpr int kSharedBytes = kTensorSlotAt + 8;
 static_assert(kSharedBytes <= 227 * 1024);
+/// A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
+/// hardware reserves 1 KB for each CTA.
+static_assert(kSharedBytes + 2 * 1024 <= 228 * 1024);
 
 }  // namespace sonicmoe::cuda::blackwell

@@ -31,7 +31,7 @@ struct FourRows {
 #pragma unroll
     for (int i = 0; i < kGatheredRows; i++) {
       const int row = tile.summed_row + first + i;
-      rows[i] = first + i >= tile.summed_rows ? -1 : index != nullptr ? __ldg(index + row) : row;
+      rows[i] = first + i >= tile.summed_rows ? -1 : index != nullptr ? __ldca(index + row) : row;
     }
   }
 };

@@ -3,6 +3,7 @@
 
 #include "cuda/blackwell/engine/barriers.cuh"
 #include "cuda/blackwell/engine/depth_loads.cuh"
+#include "cuda/blackwell/engine/launch_order.cuh"
 #include "cuda/blackwell/engine/products.cuh"
 #include "cuda/blackwell/engine/row_loads.cuh"
 #include "cuda/blackwell/engine/tiles.cuh"
@@ -60,6 +61,8 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
       ptx::fence_after_sync();
     }
     if (part.rows > 0) Product::Epilogue::run(p.epilogue, part);
+    // After the first tile the wait is short.
+    if (p.order.begins == Begins::kIndependent && threadIdx.x == 0) launch_dependents_after_wait();
     if (part.is_zero) continue;
     ptx::fence_before_sync();
     __syncwarp();
@@ -79,16 +82,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == kProductWarp) ptx::allocate_tensor_memory(cta.tensor_slot(), kTensorColumns);
   ptx::cluster_sync();
   const auto tensor = static_cast<std::uint32_t>(ptx::load_word(cta.tensor_slot()));
+  if (p.order.begins == Begins::kAfterPrevious) launch_dependents_after_wait();
   if (warp < kEpilogueWarps) {
     finish_tiles<Product>(p, cta, tensor, warp);
   } else if (warp == kProductWarp) {
     if (cta.rank == 0 && ptx::elect()) multiply_tiles<Product>(p, cta, tensor);
   } else if (warp == kColumnWarp) {
+    begin_loads(p.order);
     Product::load_by_column_warp(p, cta, lane);
   } else {
+    begin_loads(p.order);
     Product::load_by_row_warp(p, cta, warp - kFirstRowWarp, lane);
   }
   __syncwarp();
+  // When this kernel is complete, all kernels before it must be complete too.
+  if (p.order.begins != Begins::kAfterPrevious) ptx::wait_for_previous_kernel();
   ptx::cluster_sync();
   if (warp == kProductWarp) ptx::free_tensor_memory(tensor, kTensorColumns);
 }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_rows(const Segment* segments, const RowTile
     for (int i = 0; i < kGatheredRows; i++) {
       const int row = cta.rank * tile.cta_rows + line + i;
       ordered[i] = loads && row < tile.rows ? tile.row + row : -1;
-      gathered[i] = ordered[i] >= 0 && p.index != nullptr ? __ldg(p.index + ordered[i]) : -1;
+      gathered[i] = ordered[i] >= 0 && p.index != nullptr ? __ldca(p.index + ordered[i]) : -1;
     }
     for_each_k_tile(segments, p.segments, [&](const Segment& segment, int kt) {
       cta.empty(ring.at).wait(ring.parity ^ 1);

@@ -47,13 +47,13 @@ class RowTiles {
   __device__ __forceinline__ explicit RowTiles(const RowTilesParams& p)
       : p_(p),
         next_(static_cast<int>(blockIdx.x) / kCtas),
-        count_(__ldg(p.record_count) * p.column_tiles) {}
+        count_(__ldca(p.record_count) * p.column_tiles) {}
 
   /// Sets `tile` to the next tile. False: there are no more.
   __device__ __forceinline__ bool next(Tile& tile) {
     for (; next_ < count_; next_ += static_cast<int>(gridDim.x) / kCtas) {
       const int record = next_ / p_.column_tiles;
-      const int4 read = __ldg(reinterpret_cast<const int4*>(p_.records) + record);
+      const int4 read = __ldca(reinterpret_cast<const int4*>(p_.records) + record);
       const int local = record - read.w;
       if (local % 2 != 0) continue;
       tile = tile_of(read, local * kRecordRows, next_ - record * p_.column_tiles);
@@ -91,11 +91,11 @@ class DepthTiles {
     next_ += static_cast<int>(gridDim.x) / kCtas;
     ExpertRecord expert{at, 0, 0, 0};
     if (p_.longest_first != nullptr) {
-      const int4 read = __ldg(reinterpret_cast<const int4*>(p_.longest_first) + at);
+      const int4 read = __ldca(reinterpret_cast<const int4*>(p_.longest_first) + at);
       expert = {read.x, read.y, read.z, read.w};
     } else {
-      expert.begin = __ldg(p_.expert_begin + at);
-      expert.rows = __ldg(p_.expert_rows + at);
+      expert.begin = __ldca(p_.expert_begin + at);
+      expert.rows = __ldca(p_.expert_rows + at);
     }
     tile.expert = expert.expert;
     tile.row = row_tile * kCtas * kCtaRows;
