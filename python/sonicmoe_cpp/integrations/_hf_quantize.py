@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from torch import Tensor, nn
 
@@ -63,6 +64,9 @@ def _check(model: nn.Module, name: str, format: str, options: dict) -> None:
     # One row checks format, options, dtype and size.
     inner = value.shape[1 if is_transposed(module) else 2]
     packed.pack(value.new_zeros((1, 1, inner)), format, **options)
+    low, high = value.detach().aminmax()  # NaN if any value is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"{name} has NaN or infinite values, must be finite")
 
 
 def quantize_experts(model: nn.Module, format: str, **options) -> None:
@@ -70,7 +74,8 @@ def quantize_experts(model: nn.Module, format: str, **options) -> None:
     "nf4" (options: block=64, nested=False) or "mxfp4", as sonicmoe_cpp.packed.pack(). They are
     frozen then: train low-rank factors on them (add_lora). Call it before an optimizer is made.
 
-    Raises ValueError if the model has no experts, or if they are packed, distributed or not loaded;
+    Raises ValueError if the model has no experts, or if they are packed, distributed, not loaded or
+    not finite;
     NotImplementedError if they cannot be computed. Nothing is changed then.
     """
     names = checked_names(model)
@@ -126,7 +131,8 @@ def _reading_mxfp4(quantizer):
                 for key, value in input_dict.items()
             }
             reference = model.get_parameter(full_layer_name)
-            weights = packed.from_mxfp4(parts["blocks"], parts["scales"], dtype=reference.dtype)
+            blocks, scales = parts.get("blocks"), parts.get("scales")
+            weights = packed.from_mxfp4(blocks, scales, dtype=reference.dtype)
             return {full_layer_name: parameter_of(weights.mT)}
 
     return Read()

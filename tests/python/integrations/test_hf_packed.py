@@ -2,10 +2,13 @@
 
 import copy
 import json
+import logging
+import math
+import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sonicmoe_cpp.integrations import hf
 from sonicmoe_cpp.packed import pack_nf4
 
@@ -282,6 +285,52 @@ def test_experts_of_an_mxfp4_checkpoint_stay_packed_and_train(tmp_path, monkeypa
         )
 
 
+def scale_of_nan(state, name):
+    state[f"{name}_scales"].view(-1)[3] = 255
+
+
+def no_scales(state, name):
+    del state[f"{name}_scales"]
+
+
+def short_scales(state, name):
+    state[f"{name}_scales"] = state[f"{name}_scales"][:, :-1].contiguous()
+
+
+def short_blocks(state, name):
+    state[f"{name}_blocks"] = state[f"{name}_blocks"][..., :8].contiguous()
+
+
+@pytest.mark.parametrize(
+    "spoil, sentence",
+    [
+        (scale_of_nan, r"scales has the value 255 \(NaN\), must be at most 254"),
+        (no_scales, "scales is NoneType, must be a"),
+        (short_scales, r"scales has shape .*, must be \(E, out, in/32\)"),
+        (short_blocks, r"blocks has shape .*, must be \(E, out, in/32, 16\)"),
+    ],
+)
+def test_a_damaged_mxfp4_checkpoint_is_refused(spoil, sentence, tmp_path, monkeypatch, caplog):
+    """transformers lists our sentence in its report of the load, with the parameter's name."""
+    mapping = pytest.importorskip("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING
+    monkeypatch.setitem(mapping, "mxfp4", mapping["mxfp4"])
+    mxfp4_checkpoint(tmp_path)
+    try:
+        hf.keep_mxfp4()
+    except ImportError as error:
+        pytest.skip(str(error))
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    state = load_file(file)
+    spoil(state, name)
+    save_file(state, file, metadata={"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(RuntimeError, match="CONVERSION"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, experts_implementation="sonicmoe_cpp"
+        )
+    assert name in caplog.text and re.search(sentence, caplog.text)
+
+
 def fp8_model():
     """(Qwen3-MoE with transformers' FP8 experts, the same with the tensors that they stand for)."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -326,6 +375,12 @@ def test_refusals_change_nothing(tmp_path):
     assert not any(hasattr(p, "packed") for p in model.parameters())
     with pytest.raises(ValueError, match="Linear has no experts"):
         hf.quantize_experts(torch.nn.Linear(2, 2), "nf4")
+    model = build("qwen3_moe")
+    with torch.no_grad():
+        model.model.layers[-1].mlp.experts.down_proj[1, 2, 3] = math.nan
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.down_proj has NaN or infinite"):
+        hf.quantize_experts(model, "nf4")
+    assert not any(hasattr(p, "packed") for p in model.parameters())
     model, _ = pair("qwen3_moe")
     with pytest.raises(ValueError, match="is packed already"):
         hf.quantize_experts(model, "nf4")
