@@ -20,22 +20,27 @@ bool begins(const std::string& name, const char* prefix) { return name.rfind(pre
 bool takes_factors(Extent extent, const Case& c) {
   if (c.subject != Subject::kLayer || c.cancelling || c.bias_shift != 0.0) return false;
   const std::string& name = c.name;
-  // Inner rows add to the integers of fp8, which then leave those that e4m3 holds.
-  if (c.problem.precision == Precision::kFp8 && c.data == Data::kIntegers) return false;
+  if (c.problem.precision == Precision::kFp8) {
+    // Inner rows add to the integers of fp8, which then leave those that e4m3 holds.
+    if (c.data == Data::kIntegers) return false;
+    if (begins(name, "fp8/shape/")) return c.cpu_only || c.data == Data::kRoundings;
+    return begins(name, "fp8/routing/") || begins(name, "fp8/activation/tail_") ||
+           begins(name, "fp8/large/");
+  }
   if (begins(name, "routing/")) {
     const bool quick = c.data == Data::kRandom || c.pattern == Pattern::kDistinct;
     return extent == Extent::kFull || (c.problem.dtype != DType::kF32 && quick);
   }
   if (begins(name, "activation/")) return c.problem.dtype != DType::kF16 && c.bias;
   if (begins(name, "shape/")) return c.cpu_only || extent == Extent::kFull;
-  return begins(name, "layout/") || begins(name, "grads/") || begins(name, "fp8/routing/") ||
-         begins(name, "batch/") || begins(name, "wide/");
+  return begins(name, "layout/") || begins(name, "grads/") || begins(name, "batch/") ||
+         begins(name, "wide/");
 }
 
 }  // namespace
 
 void add_lora_cases(Extent extent, std::vector<Case>& cases) {
-  std::vector<Case> more;
+  std::vector<Case> more, in_fp8;
   for (const Case& c : cases) {
     if (!takes_factors(extent, c)) continue;
     Case with = c;
@@ -71,6 +76,19 @@ void add_lora_cases(Extent extent, std::vector<Case>& cases) {
       more.push_back(c);
     }
   }
+  // In fp8, with a last block of 64 in d and n.
+  for (const Data data : {Data::kRoundings, Data::kRandom}) {
+    Case c = more.back();
+    c.name = data == Data::kRandom ? "lora/frozen_fp8/random" : "lora/frozen_fp8/roundings";
+    c.data = data;
+    c.problem.hidden = 192;
+    c.problem.width = 320;
+    c.problem.precision = Precision::kFp8;
+    if (data == Data::kRoundings) c.problem.activation.kind = ActivationKind::kReGLU;
+    c.layout = Layout::kConcatenated;
+    c.grad_mode = GradMode::kWrite;
+    in_fp8.push_back(std::move(c));
+  }
   for (const char* name : {"dx", "dup.a", "dup.b", "dup.gate_b", "ddown.a", "ddown.b"}) {
     Case c = more.back();
     c.name = std::string("lora/only_") + name + "/bf16/random";
@@ -78,8 +96,10 @@ void add_lora_cases(Extent extent, std::vector<Case>& cases) {
     c.wanted = {name};
     more.push_back(c);
   }
-  cases.insert(cases.end(), std::make_move_iterator(more.begin()),
-               std::make_move_iterator(more.end()));
+  for (std::vector<Case>* part : {&more, &in_fp8}) {
+    cases.insert(cases.end(), std::make_move_iterator(part->begin()),
+                 std::make_move_iterator(part->end()));
+  }
 }
 
 }  // namespace sonicmoe::verify

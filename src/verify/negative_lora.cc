@@ -9,6 +9,8 @@ namespace {
 
 constexpr const char* kIntegers = "lora/routing-ids_distinct/bf16/integers";
 constexpr const char* kFrozen = "lora/frozen_written/bf16/random";
+constexpr const char* kFp8 = "lora/frozen_fp8/random";
+constexpr const char* kFp8Integers = "lora/frozen_fp8/roundings";
 constexpr const char* kAdded = "lora/frozen_added/bf16/random";
 
 // Moves each expert's matrix to the next expert.
@@ -70,6 +72,12 @@ std::vector<Control> controls_of_factors() {
   const std::vector<Expectation> wrong = {{kIntegers, Fault::kUnequal},
                                           {kFrozen, Fault::kInaccurate}};
   const std::vector<Expectation> inaccurate = {{kFrozen, Fault::kInaccurate}};
+  const std::vector<Expectation> no_term = {{kIntegers, Fault::kUnequal},
+                                            {kFrozen, Fault::kInaccurate},
+                                            {kFp8, Fault::kInaccurate},
+                                            {kFp8Integers, Fault::kUnequal}};
+  const std::vector<Expectation> no_back_term = {
+      {kFrozen, Fault::kInaccurate}, {kFp8, Fault::kInaccurate}, {kFp8Integers, Fault::kUnequal}};
   const std::vector<Expectation> moved = {{kFrozen, Fault::kNotZero}};  // an expert without rows
   const auto up = &Lora::up, down = &Lora::down;
   return {
@@ -86,10 +94,11 @@ std::vector<Control> controls_of_factors() {
       {"U is not scaled", wrong, without_scale(In::kForward, down)},
       {"V is not scaled", inaccurate, without_scale(In::kBackward, up)},
       {"Q and U' are not scaled", inaccurate, without_scale(In::kBackward, down)},
-      {"H has no low-rank term", wrong, with_factor(In::kForward, up, &LowRank::b, zero)},
-      {"Y has no low-rank term", wrong, with_factor(In::kForward, down, &LowRank::b, zero)},
-      {"dA' has no low-rank term", inaccurate, with_factor(In::kBackward, down, &LowRank::a, zero)},
-      {"dX~ has no low-rank term", inaccurate, with_factor(In::kBackward, up, &LowRank::a, zero)},
+      {"H has no low-rank term", no_term, with_factor(In::kForward, up, &LowRank::b, zero)},
+      {"Y has no low-rank term", no_term, with_factor(In::kForward, down, &LowRank::b, zero)},
+      {"dA' has no low-rank term", no_back_term,
+       with_factor(In::kBackward, down, &LowRank::a, zero)},
+      {"dX~ has no low-rank term", no_back_term, with_factor(In::kBackward, up, &LowRank::a, zero)},
       {"dA of the up-projection is the next expert's", moved,
        with_other_gradients(&LowRank::a, up)},
       {"dB of the up-projection is the next expert's", moved,

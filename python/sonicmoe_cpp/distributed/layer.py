@@ -156,7 +156,7 @@ def _compiled(place: Place, call: Call, needs: int, after) -> Tensor:
 def _call(arguments: tuple, request: Request, factors: dict | None, lists: int) -> Call:
     """The call of the arguments of run()."""
     if factors is not None and request.precision == "auto" and arguments[1].is_cuda:
-        request = NOTHING  # as in one process: CUDA has no factors in fp8
+        request = NOTHING  # as in one process
     # The ranks choose what "auto" is; until then the call has the options of fp8.
     asked = request._replace(precision="fp8") if request.precision == "auto" else request
     call = _arguments.call_of(*arguments, asked)

@@ -278,16 +278,7 @@ def _low_rank(module: nn.Module, factors: dict, weights: tuple, plan: Plan) -> d
     if identity and terms["up"] is not None:
         a, b, scale = terms["up"]
         terms["up"] = LowRank(_first(a, identity), _first(b, identity), scale)
-    if weights[0].device.type != "cuda":
-        return terms | _precision_of(module, weights, plan)
-    chosen = getattr(module, "_sonicmoe_cpp_precision", None)
-    if chosen is not None and chosen.precision == "fp8" and not torch.compiler.is_compiling():
-        warnings.warn(
-            'precision is "fp8", but experts with low-rank factors are computed in the dtype of '
-            "their weights on CUDA",
-            stacklevel=2,
-        )
-    return terms
+    return terms | _precision_of(module, weights, plan)
 
 
 def experts_forward(

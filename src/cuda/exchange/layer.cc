@@ -142,7 +142,7 @@ struct GatheredRows {
   void multiply_own(const Gathered& g, unsigned* counters) const {
     if (lists.by_source != 0) return;
     if (has_codes()) quantize(own, 0);
-    multiply_list(g, run.memory.split.own, counters, 0, has_codes() ? nullptr : &own);
+    multiply_list(g, run.memory.split.own, counters, 0, &own);
   }
   /// Calls after(i) when the product over list i of the arrivals is launched; not if tiles wait.
   template <class After>
@@ -188,12 +188,12 @@ struct GatheredRows {
     const Engine& engine = *run.exchange.device->engine;
     engine.quantizers->rows(*run.exchange.device, {rows, out}, run.stream);
   }
-  /// `from` replaces the rows, where not null.
+  /// `from` replaces the rows that are elements, where not null.
   void multiply_list(const Gathered& g, const Metadata& list, unsigned* counters, int index,
                      const Tensor* from) const {
     launch([&](Steps& steps) {
       const auto add = [&](const char* name, RowProduct product) {
-        if (from != nullptr) product.rows.rows = *from;
+        if (from != nullptr && product.rows.scales.data == nullptr) product.rows.rows = *from;
         steps.add(name, product);
       };
       if (g.inner) add(g.inner_name, part_of(*g.inner, list, counters, kInnerCounter + index));

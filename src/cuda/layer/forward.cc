@@ -25,7 +25,8 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
   if (p.precision == Precision::kFp8) {
     s.x = take_token_codes(carver, p.tokens, p.hidden);
     s.a.codes = take_row_codes(carver, capacity, p.width);
-  } else {
+  }
+  if (p.precision != Precision::kFp8 || p.down_rank != 0) {
     void* a = carver.take<std::byte>(capacity * p.width * element);
     s.a.elements = tensor2(a, p.dtype, capacity, p.width);
   }

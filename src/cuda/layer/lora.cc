@@ -15,60 +15,6 @@ bool has(const Tensor& t) { return t.data != nullptr; }
 /// B of the up-projection as weights, so that the views of weights serve it too.
 Weights up_b(const LowRank& up) { return {.gate = up.gate_b, .up = up.b}; }
 
-/// Whether a product can load the factor (E, rows, columns) by TMA without a copy. With `last` its
-/// columns must be contiguous, without it its rows.
-bool is_usable(const Tensor& t, DType dtype, bool last) {
-  const std::int64_t other = last ? t.stride[1] : t.stride[2];
-  return t.dtype == dtype && t.stride[last ? 2 : 1] == 1 && other > 0 && other % 8 == 0 &&
-         t.stride[0] % 8 == 0 && (t.stride[0] > 0 || t.shape[0] == 1) &&
-         reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-}
-
-/// (E, rows, columns) at `data`, in the order of is_usable().
-Tensor factor_at(void* data, DType dtype, const Tensor& like, bool last) {
-  if (last) return tensor3(data, dtype, like.shape[0], like.shape[1], like.shape[2]);
-  return transposed(tensor3(data, dtype, like.shape[0], like.shape[2], like.shape[1]));
-}
-
-/// Replaces a factor by a copy at `data` unless products can read it.
-void make_usable(Tensor& factor, DType dtype, bool last, void* data, CopyFactors& copies) {
-  if (!has(factor) || is_usable(factor, dtype, last)) return;
-  const Tensor to = factor_at(data, dtype, factor, last);
-  copies.add(factor, to);
-  factor = to;
-}
-
-/// The same for both parts of B of the up-projection: in a copy they lie as gate and up in H.
-void make_usable(LowRank& up, DType dtype, GateLayout layout, bool last, void* data,
-                 CopyFactors& copies) {
-  const bool interleaved = layout == GateLayout::kInterleaved;
-  if (layout == GateLayout::kNone) {
-    make_usable(up.b, dtype, last, data, copies);
-    return;
-  }
-  if (interleaved
-          ? is_interleaved(up.gate_b, up.b) && is_usable(interleaved_rows(up.gate_b), dtype, last)
-          : is_usable(up.gate_b, dtype, last) && is_usable(up.b, dtype, last)) {
-    return;
-  }
-  Tensor both = up.b;
-  both.shape[1] *= 2;
-  Tensor gate = factor_at(data, dtype, both, last);
-  const std::int64_t apart = interleaved ? gate.stride[1] : gate.stride[1] * up.b.shape[1];
-  if (interleaved) gate.stride[1] *= 2;
-  gate.shape[1] /= 2;
-  Tensor next = gate;
-  next.data = static_cast<std::byte*>(data) + apart * dtype_bytes(dtype);
-  copies.add(up.gate_b, gate);
-  copies.add(up.b, next);
-  up.gate_b = gate;
-  up.b = next;
-}
-
-Tensor rows_at(const Problem& p, void* data, std::int64_t rank) {
-  return rank == 0 ? Tensor{} : tensor2(data, p.dtype, row_capacity(p), rank);
-}
-
 /// inner = r(scale * rows W^T) for the `weights` of a factor, (E, r, depth).
 RowProduct inner_product(const RowGroups& groups, const RowOperand& rows,
                          const WeightOperand& weights, const Tensor& inner, double scale,
@@ -83,11 +29,6 @@ RowProduct inner_product(const RowGroups& groups, const RowOperand& rows,
 
 RowGroups groups_of(const PassContext& pass) {
   return {&pass.metadata, nullptr, pass.problem.experts, row_capacity(pass.problem)};
-}
-
-std::optional<LowRankTerm> term_of(const Tensor& inner, const Tensor& outer) {
-  if (!has(inner)) return {};
-  return LowRankTerm{inner, {outer, {}}};
 }
 
 /// The gradient of a factor: out[0] = left^T right. With kAlternate the columns of `right` go to
@@ -141,79 +82,6 @@ Tensor hidden_grad_rows(const BackwardCall& c) {
 }
 
 }  // namespace
-
-LoraScratch take_lora_scratch(const Problem& p, Pass pass, Carver<256>& carver) {
-  const std::int64_t element = dtype_bytes(p.dtype);
-  const auto rows = [&](std::int64_t rank) {
-    return carver.take<std::byte>(row_capacity(p) * rank * element);
-  };
-  LoraScratch s{};
-  if (p.up_rank == 0 && p.down_rank == 0) return s;
-  if (pass == Pass::kInference) s.p = rows(p.up_rank);
-  s.u = rows(p.down_rank);
-  if (pass == Pass::kBackward) {
-    s.q = rows(p.down_rank);
-    s.v = rows(p.up_rank);
-  }
-  const std::int64_t up = p.hidden + gate_factor(p.activation.kind) * p.width;
-  s.factors = carver.take<std::byte>(p.experts * element *
-                                     (p.up_rank * up + p.down_rank * (p.hidden + p.width)));
-  return s;
-}
-
-std::int64_t saved_bytes(const Problem& p) {
-  const std::int64_t metadata = metadata_layout(p, nullptr).bytes;
-  if (p.up_rank == 0) return metadata;
-  return (metadata + 255) / 256 * 256 + row_capacity(p) * p.up_rank * dtype_bytes(p.dtype);
-}
-
-void* saved_p(const Problem& p, void* saved) {
-  return static_cast<std::byte*>(saved) + (metadata_layout(p, nullptr).bytes + 255) / 256 * 256;
-}
-
-LoraPass lora_pass(const Problem& p, const Weights& weights, const Lora& lora,
-                   const LoraScratch& scratch, void* kept, unsigned* counters) {
-  LoraPass out{};
-  out.counters = counters;
-  if (p.up_rank == 0 && p.down_rank == 0) return out;
-  out.factors = lora;
-  out.p = rows_at(p, kept, p.up_rank);
-  out.u = rows_at(p, scratch.u, p.down_rank);
-  out.q = rows_at(p, scratch.q, p.down_rank);
-  out.v = rows_at(p, scratch.v, p.up_rank);
-  auto* at = static_cast<std::byte*>(scratch.factors);
-  const auto take = [&](std::int64_t rank, std::int64_t width) {
-    std::byte* data = at;
-    at += p.experts * rank * width * dtype_bytes(p.dtype);
-    return data;
-  };
-  const bool up_last = weights.up.stride[2] == 1;
-  const bool down_last = weights.down.stride[2] == 1;
-  LowRank& up = out.factors.up;
-  LowRank& down = out.factors.down;
-  make_usable(up.a, p.dtype, up_last, take(p.up_rank, p.hidden), out.copies);
-  make_usable(down.a, p.dtype, down_last, take(p.down_rank, p.width), out.copies);
-  make_usable(down.b, p.dtype, down_last, take(p.down_rank, p.hidden), out.copies);
-  if (p.up_rank != 0) {
-    make_usable(up, p.dtype, gate_layout(p, weights), up_last, at, out.copies);
-  }
-  return out;
-}
-
-std::optional<LowRankTerm> up_term(const Problem& p, const LoraPass& lora) {
-  if (!has(lora.p)) return {};
-  const WeightOperand outer = up_operand(p, up_b(lora.factors.up));
-  return LowRankTerm{lora.p, {outer.first, outer.second}};
-}
-std::optional<LowRankTerm> down_term(const LoraPass& lora) {
-  return term_of(lora.u, lora.factors.down.b);
-}
-std::optional<LowRankTerm> hidden_grad_term(const LoraPass& lora) {
-  return term_of(lora.q, transposed(lora.factors.down.a));
-}
-std::optional<LowRankTerm> input_grad_term(const LoraPass& lora) {
-  return term_of(lora.v, transposed(lora.factors.up.a));
-}
 
 void add_factor_copies(const LoraPass& lora, Steps& steps) {
   if (lora.copies.count > 0) steps.add("factors", lora.copies);
@@ -331,9 +199,6 @@ std::string lora_refusal(const Problem& p) {
   if (p.up_rank % 8 != 0 || p.down_rank % 8 != 0) {
     return "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
            std::to_string(p.down_rank) + ", must be multiples of 8 on CUDA";
-  }
-  if (p.precision == Precision::kFp8 && (p.up_rank != 0 || p.down_rank != 0)) {
-    return "precision is fp8, must be tensors for low-rank factors on CUDA";
   }
   return {};
 }

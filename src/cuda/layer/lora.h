@@ -15,6 +15,7 @@ struct BackwardCall;
 
 /// Arrays in the scratch of a pass with low-rank factors.
 struct LoraScratch {
+  Pass pass;
   void* p;        ///< (C, up_rank) P; at inference only
   void* u;        ///< (C, down_rank) U, in backward U'
   void* q;        ///< (C, down_rank) Q; in backward only
@@ -29,7 +30,7 @@ void* saved_p(const Problem& problem, void* saved);
 
 /// The rows and factors of the low-rank products of a pass. Tensors of rank 0 are absent.
 struct LoraPass {
-  Lora factors;        ///< in the dtype and order that LowRankTerm needs: the caller's, or copies
+  Lora factors;        ///< in the dtype and order that products need: the caller's, or copies
   CopyFactors copies;  ///< to be made before the products
   Tensor p, u, q, v;   ///< as in LoraScratch
   unsigned* counters;  ///< tile counters

@@ -15,7 +15,7 @@ inline constexpr int kLoraCounters = 16;
 /// Arrays in the scratch of forward. Inference keeps the metadata there too.
 struct ForwardScratch {
   CodedRows x;         ///< (T, d) q(X), d in whole blocks, with Precision::kFp8 only
-  StoredRows a;        ///< (C, n); codes with Precision::kFp8
+  StoredRows a;        ///< (C, n); with Precision::kFp8 codes, and elements for a down_rank
   void* y;             ///< (C, d)
   unsigned* counters;  ///< kCounterBytes
   void* metadata;      ///< scratch of build_metadata

@@ -99,6 +99,8 @@ struct WeightOperand {
 
 /// Adds inner[p] * outer[e]^T to row p of a product, for each row p of expert e: K grows by r.
 /// `outer` has the columns of the weights, and the same contiguous dimension. r is a multiple of 8.
+/// A product of codes takes elements here too. Its columns of H or A are multiplied in whole blocks
+/// of kScaleBlock, so `outer` then has zeros up to whole blocks, which its shape does not count.
 struct LowRankTerm {
   Tensor inner;     ///< (C, r), rows in expert order
   Tensor outer[2];  ///< (E, columns, r); [1] only with WeightParts::kSideBySide

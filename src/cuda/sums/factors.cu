@@ -22,6 +22,7 @@ struct Lines {
   std::int64_t to_stride[3];
   std::int64_t lines;
   std::int64_t matrix_lines;
+  std::int64_t from_lines;  ///< of a matrix; the lines after them become 0
   std::int64_t length;
   bool from_f32;
 };
@@ -38,6 +39,7 @@ __global__ void copy_factors_kernel(const __grid_constant__ AllLines all) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kBlock + threadIdx.x; i < c.lines * parts;
        i += step) {
     const std::int64_t line = i / parts;
+    const bool is_zero = line % c.matrix_lines >= c.from_lines;
     const std::int64_t first = i % parts * kTogether;
     const auto offset = [&](const std::int64_t(&stride)[3]) {
       return line / c.matrix_lines * stride[0] + line % c.matrix_lines * stride[1] +
@@ -49,8 +51,12 @@ __global__ void copy_factors_kernel(const __grid_constant__ AllLines all) {
     for (int j = 0; j < kTogether; j++) {
       if (first + j >= c.length) break;
       const std::int64_t at = from + j * c.from_stride[2];
-      to[j * c.to_stride[2]] = c.from_f32 ? Element(static_cast<const float*>(c.from)[at])
-                                          : static_cast<const Element*>(c.from)[at];
+      Element value(0.0f);
+      if (!is_zero) {
+        value = c.from_f32 ? Element(static_cast<const float*>(c.from)[at])
+                           : static_cast<const Element*>(c.from)[at];
+      }
+      to[j * c.to_stride[2]] = value;
     }
   }
 }
@@ -71,6 +77,7 @@ Lines lines_of(const CopyFactors::Copy& copy) {
   }
   c.lines = to.shape[0] * to.shape[across];
   c.matrix_lines = to.shape[across];
+  c.from_lines = copy.from.shape[across];
   c.length = to.shape[along];
   c.from_f32 = copy.from.dtype == DType::kF32;
   return c;

@@ -9,7 +9,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Copies factors (E, rows, columns) of any strides; `from` may be fp32, which is rounded.
+/// Copies factors (E, rows, columns) of any strides; `from` may be fp32, which is rounded. Along
+/// the dimension with the larger stride `to` may have more elements than `from`: these become 0.
 struct CopyFactors {
   static constexpr int kMost = 5;  ///< A and B of both projections, and B of the gate
   struct Copy {

@@ -9,7 +9,7 @@ import sonicmoe_cpp
 import torch
 from cuda_support import needs_cuda
 from reference import Layer
-from test_fp8 import BF16, D, E, N, fp8_layer, plain_step, with_options
+from test_fp8 import BF16, D, E, K, N, fp8_layer, plain_step, with_options
 from test_fp8_module import batch, module
 
 
@@ -126,3 +126,76 @@ def test_sizes_of_large_layers():
     for name, want in exact.items():
         cpu, cuda = (reference.error(r[name].cpu(), want.cpu()) for r in results)
         assert cuda < 1.1 * cpu + 1e-3, (name, cuda, cpu)
+
+
+@pytest.mark.parametrize("keep_h", [None, "bf16"])
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("width", [N, N + 64])
+@pytest.mark.parametrize("rank", [1, 16, 72])
+def test_low_rank_factors(rank, width, layout, keep_h):
+    """Output and gradients as on the CPU, with factors in fp32, also with a last block of 64."""
+    g = torch.Generator().manual_seed(rank)
+    tokens = 200
+
+    def normal(*size, std=1.0, dtype=BF16):
+        return (torch.randn(size, generator=g) * std).to(dtype)
+
+    x, dout = normal(tokens, D), normal(tokens, D)
+    ids, scores = torch.randint(0, E, (tokens, K), generator=g), torch.rand(tokens, K, generator=g)
+    w_up, w_down = normal(E, 2 * width, D, std=D**-0.5), normal(E, D, width, std=width**-0.5)
+    shapes = ((E, rank, D), (E, 2 * width, rank), (E, rank, width), (E, D, rank))
+    factors = [normal(*s, std=s[2] ** -0.5, dtype=torch.float32) for s in shapes]
+
+    def step(device):
+        leaves = [t.to(device).requires_grad_() for t in (x, scores, *factors)]
+        up, down = (sonicmoe_cpp.LowRank(*leaves[i : i + 2], 0.5) for i in (2, 4))
+        style = {"gate_layout": layout, "precision": "fp8", "keep_h": keep_h}
+        experts = (w_up.to(device), w_down.to(device))
+        routing = (ids.to(device), leaves[1])
+        out = sonicmoe_cpp.lora_moe(leaves[0], *routing, *experts, up=up, down=down, **style)
+        return out, *torch.autograd.grad(out, leaves, dout.to(device))
+
+    for i, (got, want) in enumerate(zip(step("cuda"), step("cpu"), strict=True)):
+        assert got.dtype == want.dtype
+        assert reference.error(got.cpu(), want) < 0.012, i
+
+
+def test_a_layer_with_factors():
+    """MoE with add_lora: the same bits again, compiled and in a graph; it learns."""
+    moe, x = module().cuda(), batch().cuda()
+    frozen = moe(x)[0]
+    moe.add_lora(16, 16.0)
+    assert torch.equal(moe(x)[0], frozen)  # B is zero
+    with torch.no_grad():
+        for b in (moe.lora.up_b, moe.lora.down_b):
+            b.normal_(std=0.1)
+    parameters = list(moe.lora.parameters())
+
+    def step(function):
+        out = function(x)[0]
+        return out, *torch.autograd.grad(out.float().square().sum(), parameters)
+
+    first = step(moe)
+    assert reference.error(first[0], frozen) > 0.01
+    assert all(torch.equal(a, b) for a, b in zip(step(moe), first, strict=True))
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(step(compiled), first, strict=True))
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            moe(x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            out, _ = moe(x)
+        graph.replay()
+    assert torch.equal(out, first[0])
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = moe(x)[0].float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

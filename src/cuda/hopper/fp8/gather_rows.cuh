@@ -9,6 +9,7 @@
 
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/fp8/low_rank.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
 #include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -39,6 +40,7 @@ struct Fp8GatherRows {
     // stages in flight do not cover its latency.
     int next_row = kNoRow;
     int next_expert = 0;
+    int next_begin = 0;
     // The tile's column if own_b is false, ~column if it is true: both in one register.
     int next_column = 0;
     CardWriter cards(cta);  // only thread 0 uses it
@@ -52,6 +54,7 @@ struct Fp8GatherRows {
       const int own = own_row();
       next_row = own < next.valid_rows ? __ldg(p.producer.index + next.row + own) : kNoRow;
       next_expert = next.expert;
+      next_begin = next.row;
       next_column = next.own_b ? ~next.column : next.column;
       if (threadIdx.x == 0) cards.write(next);
     };
@@ -69,8 +72,9 @@ struct Fp8GatherRows {
         from[i] = static_cast<std::uint32_t>(max(row, 0)) * p.producer.row_units + (thread & 7);
       }
       const std::uint32_t scale = static_cast<std::uint32_t>(max(next_row, 0)) * p.producer.blocks;
-      CtaTile tile{};  // has only the fields that B::load() and copy_weight_scale() read
+      CtaTile tile{};  // has only the fields that the loads of B, scales and low-rank rows read
       tile.expert = next_expert;
+      tile.row = next_begin;
       tile.own_b = next_column < 0;
       tile.column = tile.own_b ? ~next_column : next_column;
       for (int kt = 0; kt < p.tiles.k_tiles; kt++, ring.next()) {
@@ -97,6 +101,13 @@ struct Fp8GatherRows {
           tiles.next();
           look_up();
         }
+      }
+      // In each phase `full` expects an arrival of every thread, so all threads arrive.
+#pragma unroll 1
+      for (int kt = 0; kt < p.tiles.low_rank_k_tiles; kt++, ring.next()) {
+        cta.empty(ring.stage).wait(ring.parity ^ 1);
+        if (threadIdx.x == 0) load_low_rank<Gemm>(p, cta, ring.stage, tile, kt);
+        cta.full(ring.stage).arrive();
       }
     }
   }

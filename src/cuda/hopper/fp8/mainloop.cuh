@@ -70,6 +70,7 @@ struct Fp8Mainloop {
         promote(&sums[kUnit * kUnitSums], products, first, second);
       });
     }
+    add_low_rank(sums, p, cta, ring, warpgroup);
   }
 
   /// For a warpgroup without valid rows in the tile: waits for each stage of the tile and releases
@@ -84,7 +85,7 @@ struct Fp8Mainloop {
       }
     }
 #pragma unroll 1
-    for (int kt = 0; kt < p.tiles.k_tiles; kt++, ring.next()) {
+    for (int kt = 0; kt < p.tiles.k_tiles + p.tiles.low_rank_k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
       release_stage(cta, ring.stage);
     }
@@ -107,6 +108,40 @@ struct Fp8Mainloop {
   static __device__ __forceinline__ std::uint32_t first_scale(const CtaTile& tile, int warpgroup) {
     const int row = warpgroup * 64 + ((threadIdx.x >> 5) & 3) * 16 + ((threadIdx.x & 31) >> 2);
     return (Gemm::Producer::rows_before(tile) + row) * 4;
+  }
+
+  /// Adds the k tiles of a low-rank term. They hold elements, whose products need no scales. The
+  /// products have registers of their own, as those of codes: the tensor cores' sums of a k tile
+  /// are added to the tile's.
+  static __device__ __forceinline__ void add_low_rank(Sums& sums, const typename Gemm::Params& p,
+                                                      const Fp8Cta& cta, Ring& ring,
+                                                      int warpgroup) {
+#pragma unroll 1
+    for (int kt = 0; kt < p.tiles.low_rank_k_tiles; kt++, ring.next()) {
+      cta.full(ring.stage).wait(ring.parity);
+      for_each_index<kFp8Units>([&]<int kUnit>(std::integral_constant<int, kUnit>) {
+        float products[kUnitSums];
+        multiply_elements<kUnit>(products, cta, ring.stage, warpgroup);
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < kUnitSums; i++) sums[kUnit * kUnitSums + i] += products[i];
+      });
+      release_stage(cta, ring.stage);
+    }
+  }
+
+  template <int kUnit>
+  static __device__ __forceinline__ void multiply_elements(float (&products)[kUnitSums],
+                                                           const Fp8Cta& cta, int stage,
+                                                           int warpgroup) {
+    using Product = ptx::Wgmma<__nv_bfloat16, kFp8Block, 0, 0>;
+    const ptx::SwizzledOperand a(cta.a(stage) + warpgroup * 64 * 128, leading_bytes(Major::kK));
+    const ptx::SwizzledOperand b(cta.b(stage) + kUnit * kFp8Block * 128, leading_bytes(Major::kK));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++)
+      Product::run(products, a.at(k * 32), b.at(k * 32), k != 0);
+    ptx::wgmma_commit();
   }
 
   template <int kUnit>

@@ -61,6 +61,7 @@ struct Fp8ActivateParams {
   Fp8RowsOut a;
   Fp8RowsOut h;               ///< for kCodes: columns of gate, then of up
   Fp8ElementsOut h_elements;  ///< for kElements
+  Fp8ElementsOut a_elements;  ///< A, which low-rank factors read; no data: not stored
   Bias bias[2];               ///< gate, up; without a gate only [0]
   ActivationScalars scalars;
   std::int32_t width;   ///< n
@@ -102,6 +103,7 @@ template <class ProducerParams, class EpilogueParams>
 struct Fp8Params {
   ProducerParams producer;
   OperandBMaps b;
+  LowRankParams low_rank;
   RowTilesParams tiles;
   Fp8WeightScales weight_scales;
   EpilogueParams epilogue;

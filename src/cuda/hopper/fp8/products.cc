@@ -92,22 +92,42 @@ std::int32_t blocks_of(std::int64_t width) {
   return static_cast<std::int32_t>(fp8::blocks_of(width));
 }
 
+/// The map of one part of operand B, in 16-bit words.
+template <class Params>
+void set_b(const Launch& launch, const Tensor& words, int part, OperandBMaps* b) {
+  constexpr bool kByLane = decltype(Params::epilogue)::kColumns == ColumnOrder::kByLane;
+  b->map[part] = kByLane ? weight_map_by_lane(launch.device, words, kFp8Tile)
+                         : weight_map(launch.device, words, kFp8Tile);
+  b->expert_groups = static_cast<std::int32_t>(words.stride[0] / words.stride[1] / 32);
+}
+
+/// Appends the k tiles of the product's low-rank term, if it has one.
+template <class Params>
+void set_low_rank(const Launch& launch, Params* params) {
+  if (!launch.product.low_rank) return;
+  const LowRankTerm& term = *launch.product.low_rank;
+  params->low_rank.inner.rows = rows_map(launch.device, term.inner, kFp8Tile.m);
+  for (int part = 0; part < 2; ++part) {
+    if (term.outer[part].data == nullptr) continue;
+    set_b<Params>(launch, term.outer[part], part, &params->low_rank.outer);
+  }
+  params->tiles.low_rank_k_tiles =
+      static_cast<std::int32_t>((term.inner.shape[1] + kDepth - 1) / kDepth);
+}
+
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
 template <class Params>
 void set_operands(const Launch& launch, int column_step, Params* params) {
   const WeightOperand& w = launch.weights();
-  constexpr bool kByLane = decltype(params->epilogue)::kColumns == ColumnOrder::kByLane;
   for (int part = 0; part < (launch.two_parts() ? 2 : 1); ++part) {
-    const Tensor words = words_of(part == 0 ? w.first : w.second);
-    params->b.map[part] = kByLane ? weight_map_by_lane(launch.device, words, kFp8Tile)
-                                  : weight_map(launch.device, words, kFp8Tile);
-    params->b.expert_groups = static_cast<std::int32_t>(words.stride[0] / words.stride[1] / 32);
+    set_b<Params>(launch, words_of(part == 0 ? w.first : w.second), part, &params->b);
   }
   const bool is_dynamic = order_of(launch) == Order::kDynamic;
   params->tiles =
       row_tiles(launch.product.groups, launch.columns(), column_step, launch.depth() / 2,
                 is_dynamic ? launch.product.hints.tile_counter : nullptr);
   params->weight_scales = weight_scales(launch);
+  set_low_rank(launch, params);
 }
 
 void multiply(const Launch& launch, const Activate& e) {
@@ -123,6 +143,7 @@ void multiply(const Launch& launch, const Activate& e) {
     p.keep = Fp8KeptH::kElements;
     p.h_elements = elements_out(e.h.elements);
   }
+  if (e.a.elements.data != nullptr) p.a_elements = elements_out(e.a.elements);
   p.bias[0] = bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate);
   p.bias[1] = bias_of(e.bias_up);
   p.scalars = scalars_of(e.activation);

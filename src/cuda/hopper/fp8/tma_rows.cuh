@@ -5,6 +5,7 @@
 
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/fp8/low_rank.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -51,18 +52,13 @@ struct Fp8TmaRows {
       const CtaTile tile = next;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
-        const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);
-        full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes() + kFp8ScaleRows * 4);
-        ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full, {kt * kDepth, 0, tile.row});
-        ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
-                      {tile.row & ~3, 0, kt});
-        Gemm::B::load(p.b, tile, kt, 0, cta.b(ring.stage), full, cta.rank());
-#pragma unroll
-        for (int unit = 0; unit < kFp8Units; unit++) {
-          copy_weight_scale(p.weight_scales, tile, unit, kt, cta, ring.stage);
+        if (kt < p.tiles.k_tiles) {
+          load_codes<Gemm>(p, cta, ring.stage, tile, kt);
+        } else {
+          load_low_rank<Gemm>(p, cta, ring.stage, tile, kt - p.tiles.k_tiles);
         }
-        full.arrive_after_copies();
+        cta.full(ring.stage).arrive_after_copies();
         // The next tile is computed in the middle of this tile, because the stages in flight do
         // not cover the latency of the loads that this needs.
         if (kt == k_tiles / 2) {
@@ -70,6 +66,24 @@ struct Fp8TmaRows {
           look_up();
         }
       }
+    }
+  }
+
+ private:
+  /// Loads codes and scales. It arrives at `full` once, before the copies of weight scales have
+  /// landed.
+  template <class Gemm>
+  static __device__ __forceinline__ void load_codes(const typename Gemm::Params& p,
+                                                    const Fp8Cta& cta, int stage,
+                                                    const CtaTile& tile, int kt) {
+    const ptx::Mbarrier full = cta.full(stage);
+    full.arrive_expecting(Gemm::kShape.a_bytes() + Gemm::kShape.b_bytes() + kFp8ScaleRows * 4);
+    ptx::tma_load(cta.a(stage), &p.producer.rows, full, {kt * kDepth, 0, tile.row});
+    ptx::tma_load(row_scales(cta, stage), &p.producer.scales, full, {tile.row & ~3, 0, kt});
+    Gemm::B::load(p.b, tile, kt, 0, cta.b(stage), full, cta.rank());
+#pragma unroll
+    for (int unit = 0; unit < kFp8Units; unit++) {
+      copy_weight_scale(p.weight_scales, tile, unit, kt, cta, stage);
     }
   }
 };

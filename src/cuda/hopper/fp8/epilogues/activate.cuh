@@ -94,8 +94,8 @@ struct Fp8Activate {
                                                 BlockWords& second, int block,
                                                 const LanePlace& place) {
     if (p.keep == Fp8KeptH::kElements) {
-      store_elements(p, first, block, 0, place);
-      if (kParts == 2) store_elements(p, second, block, 1, place);
+      store_elements(p.h_elements, first, block, 0, place);
+      if (kParts == 2) store_elements(p.h_elements, second, block, p.h_elements.part_stride, place);
     }
     if (p.keep == Fp8KeptH::kCodes) {
       store_quantized(p.h, {block, block * kFp8Block}, first, place);
@@ -105,24 +105,29 @@ struct Fp8Activate {
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) {
+      // ptxas would overlap all 32 words and spill registers.
+      if (i == 16) __syncwarp();
       if constexpr (kGated) {
         first[i] = Act::split(first[i], second[i], p.scalars);
       } else {
         first[i] = Act::plain(first[i]);
       }
     }
+    if (p.a_elements.data != nullptr) store_elements(p.a_elements, first, block, 0, place);
     store_quantized(p.a, {block, block * kFp8Block}, first, place);
   }
 
-  static __device__ __forceinline__ void store_elements(const Params& p, const BlockWords& words,
-                                                        int block, int part,
+  /// Stores a block of `out`, which begins `offset` elements after that of the first part.
+  static __device__ __forceinline__ void store_elements(const Fp8ElementsOut& out,
+                                                        const BlockWords& words, int block,
+                                                        std::int64_t offset,
                                                         const LanePlace& place) {
-    const LaneElements to(p.h_elements, place, block * kFp8Block + place.column);
+    const LaneElements to(out, place, block * kFp8Block + place.column);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int which = i % 2;
       const int word = i / 2 * 8 + which;
-      to.store(place.has(which, i / 2), which, part * p.h_elements.part_stride + i / 2 * 32,
+      to.store(place.has(which, i / 2), which, offset + i / 2 * 32,
                make_uint4(words[word], words[word + 2], words[word + 4], words[word + 6]));
     }
   }
