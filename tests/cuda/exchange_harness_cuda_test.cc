@@ -350,7 +350,7 @@ class ExchangeHarness : public ::testing::Test {
   }
   ~ExchangeHarness() override { cuda::close_device(device_); }
 
-  /// Cases in fp8, whose names contain those of others, run only if the filter begins with "fp8/".
+  /// Cases in fp8, whose names contain those of others, run only if the filter names fp8.
   void expect_sound(const Form& form, const std::string& filter) {
     const auto start = std::chrono::steady_clock::now();
     std::size_t failed = 0;
@@ -359,7 +359,7 @@ class ExchangeHarness : public ::testing::Test {
       if (++failed > 10) return;
       std::cout << r.name << ": " << fault_name(r.fault) << ": " << r.message << std::endl;
     };
-    const bool fp8 = filter.rfind("fp8/", 0) == 0;
+    const bool fp8 = filter.find("fp8") != filter.npos;
     const auto results =
         verify({Extent::kQuick, filter, fp8 ? Precision::kFp8 : Precision::kTensors},
                parallel_implementation(exec_, form), report);
@@ -415,6 +415,9 @@ TEST_F(ExchangeHarness, LowRankFactors) {
 TEST_F(ExchangeHarness, FewLowRankFactors) {
   expect_sound({2, ExchangeTransport::kCopy}, "lora/frozen");
   expect_sound({2, ExchangeTransport::kPush, Split::kFirstHasNone}, "lora/routing-ids_distinct");
+  expect_sound({2, ExchangeTransport::kCopy}, "lora/frozen_fp8");
+  expect_sound({4, ExchangeTransport::kPush, Split::kFirstHasNone, true},
+               "lora/fp8-routing/ids_distinct");
 }
 TEST_F(ExchangeHarness, RejectsFactorsOfAnotherRank) {
   for (const Case& c : all_cases(Extent::kQuick, "lora/routing-ids_distinct/bf16/integers")) {
