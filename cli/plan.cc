@@ -9,6 +9,7 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/fp8_layout.h"
+#include "core/layer_model.h"
 #include "peak.h"
 #include "plan_finetune.h"
 #include "target.h"
@@ -196,6 +197,22 @@ Json engine_json(const Plan& p) {
           {"note", p.engine.note}};
 }
 
+/// Floating-point operations of the products over the seconds of both passes.
+double model_rate(const Plan& p, const ModelledLayer& m) {
+  return (total(p, false).flops + total(p, true).flops) / (m.forward_seconds + m.backward_seconds);
+}
+
+Json model_json(const Plan& p) {
+  Json model = Json::array();
+  for (const ModelledLayer& m : modelled_layers(p.problem, p.machine)) {
+    model.push_back({{"engine", m.engine},
+                     {"forward_us", m.forward_seconds * 1e6},
+                     {"backward_us", m.backward_seconds * 1e6},
+                     {"flops_per_second", model_rate(p, m)}});
+  }
+  return model;
+}
+
 Json document(const Options& o, const Plan& p) {
   Json kernels = Json::array(), sweep = Json::array();
   for (const KernelCost& k : p.kernels) {
@@ -223,6 +240,7 @@ Json document(const Options& o, const Plan& p) {
           {"forward", to_json(p, false)},
           {"backward", to_json(p, true)},
           {"tile", o.tile},
+          {"model", model_json(p)},
           {"expected_padding", p.padding},
           {"kept_bytes", to_json(p.memory)},
           {"backend", backend_text(p)},
@@ -246,6 +264,20 @@ void print_kernels(const Plan& p) {
                   t.seconds * 1e6 / share.most, t.seconds * 1e6 / share.least);
     }
     std::printf("\n");
+  }
+}
+
+void print_model(const Plan& p) {
+  const std::vector<ModelledLayer> layers = modelled_layers(p.problem, p.machine);
+  if (layers.empty()) return;
+  const bool measured = p.machine.capability == 90;
+  std::printf("\nmodel of the layer on a hot card, not a measurement; %s\n",
+              measured ? "fitted to the records of one H200" : "no such card has run this library");
+  for (const ModelledLayer& m : layers) {
+    std::printf("  %-10s forward %10.1f us, backward %10.1f us, %6.0f TFLOP/s%s\n",
+                m.engine.c_str(), m.forward_seconds * 1e6, m.backward_seconds * 1e6,
+                model_rate(p, m) / 1e12,
+                m.engine == "blackwell" ? ", only if it is asked for by name" : "");
   }
 }
 
@@ -331,6 +363,7 @@ void print_text(const Options& o, const Plan& p) {
   }
   std::printf("\n");
   print_kernels(p);
+  print_model(p);
   std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
               static_cast<long long>(o.tile), 100 * p.padding);
   print_memory(p);
@@ -351,7 +384,8 @@ Command add_plan(CLI::App& app) {
       "A GPU, whose rates are those of its data sheet: h200, a100, rtx-4090, ... (an "
       "unknown name lists all); or cpu, which is measured (default: this machine's GPU, else "
       "h200)");
-  command.option("--engine", o->engine, "Engine: hopper or portable (default: that of the device)");
+  command.option("--engine", o->engine,
+                 "Engine: hopper, portable or blackwell (default: that of the device)");
   command.option(
       "--backend", o->backend,
       "Backend whose tiles and workspace are reported: cpu or cuda (default: that of the "

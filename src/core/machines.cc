@@ -88,9 +88,15 @@ EngineRate engine_rate(const Machine& machine, const std::string& name) {
   const bool hopper = machine.capability == 90, gpu = machine.capability != 0;
   const std::string usual = hopper ? "hopper" : gpu ? "portable" : "cpu";
   const std::string engine = name.empty() ? usual : name;
-  if (engine != usual && !(hopper && engine == "portable")) {
+  const bool data_centre = machine.capability >= 100 && machine.capability < 110;
+  const std::string other = hopper ? "portable" : data_centre ? "blackwell" : usual;
+  if (engine != usual && engine != other) {
     checks::refuse("engine is \"" + engine + "\", must be " + usual +
-                   (hopper ? " or portable" : "") + " on " + machine.name);
+                   (other == usual ? "" : " or " + other) + " on " + machine.name);
+  }
+  if (engine == "blackwell") {
+    return {engine, "tcgen05", Evidence::kEstimated, machine.flops_per_second,
+            "used only if it is asked for by name, because no GPU has run it"};
   }
   if (engine == "cpu") {
     return {engine, "vector", Evidence::kMeasured, machine.flops_per_second, ""};
@@ -113,7 +119,7 @@ EngineRate engine_rate(const Machine& machine, const std::string& name) {
     }
     portable.flops_per_second *= kMmaSyncOnHopper;
     portable.note = "mma.sync reaches 0.64 of this peak, 632 TFLOP/s measured on an H200";
-  } else if (machine.capability >= 100 && machine.capability < 110) {
+  } else if (data_centre) {
     portable.note = "this peak needs tcgen05; how far below it mma.sync stays is not known here";
   }
   return portable;

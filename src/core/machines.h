@@ -39,8 +39,8 @@ struct ShareOfRoofline {
 
 /// An engine on a machine.
 struct EngineRate {
-  std::string name;          ///< "hopper", "portable", or "cpu"
-  std::string instructions;  ///< of the products: "wgmma", "mma.sync", or "vector"
+  std::string name;          ///< "hopper", "portable", "blackwell", or "cpu"
+  std::string instructions;  ///< of the products: "wgmma", "mma.sync", "tcgen05", or "vector"
   Evidence evidence = Evidence::kEstimated;
   /// The highest rate that its instructions reach, at most the machine's rate.
   double flops_per_second = 0.0;

@@ -1,0 +1,178 @@
+#include "core/layer_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/plan.h"
+
+namespace sonicmoe {
+namespace {
+
+/// How a product runs: its share of the tensor cores' sustained rate in the main loop, and the time
+/// outside of the main loop of a tile, as elements of K that could be multiplied in it.
+struct ProductModel {
+  double share, lost_depth;
+};
+
+struct EngineModel {
+  const char* machine;
+  const char* engine;
+  double flops_per_second;      ///< that a large GEMM sustains
+  double bytes_per_second;      ///< that products reach
+  double sum_bytes_per_second;  ///< that the sums O and dX reach
+  double cache_bytes;           ///< of the L2 cache
+  ProductModel a, y, dh, dx, dw;
+  double rows_lost;     ///< of an expert, to tiles that are not full
+  double launch;        ///< seconds
+  double hidden;        ///< part of dX that runs beside weight gradients
+  double forward_more;  ///< seconds of metadata and the like
+  double backward_more;
+};
+
+// The rows of the H200 are a fit. Those of the B200: a large GEMM of bf16 sustains 1350 TFLOP/s in
+// published runs, mma.sync 530, of which the portable engine's loop reaches 455 if the ratio is
+// that of the H200; 6.6 TB/s were measured for sums of rows. No launches of `blackwell` overlap.
+constexpr EngineModel kModels[] = {
+    {"h200",
+     "hopper",
+     725e12,
+     4.0e12,
+     4.1e12,
+     50e6,
+     {.94, 0},
+     {.98, 30},
+     {.80, 150},
+     {.98, 30},
+     {.93, 100},
+     40,
+     4e-6,
+     0.7,
+     25e-6,
+     20e-6},
+    {"h200",
+     "portable",
+     480e12,
+     4.0e12,
+     4.1e12,
+     50e6,
+     {.97, 150},
+     {.97, 90},
+     {.95, 450},
+     {.97, 90},
+     {.95, 100},
+     40,
+     6e-6,
+     0,
+     25e-6,
+     20e-6},
+    {"b200",
+     "portable",
+     455e12,
+     6.6e12,
+     6.5e12,
+     126e6,
+     {.97, 105},
+     {.97, 64},
+     {.95, 320},
+     {.97, 64},
+     {.95, 70},
+     40,
+     6e-6,
+     0,
+     25e-6,
+     20e-6},
+    {"b200",
+     "blackwell",
+     1350e12,
+     6.6e12,
+     6.5e12,
+     126e6,
+     {.93, 0},
+     {.95, 32},
+     {.88, 64},
+     {.95, 32},
+     {.92, 100},
+     64,
+     6e-6,
+     0,
+     25e-6,
+     20e-6},
+};
+
+/// Of the time of the shorter of arithmetic and memory, the part that the longer one does not hide.
+constexpr double kNotHidden = 0.125;
+constexpr double kTileRows = 128;
+
+class Layer {
+ public:
+  Layer(const Problem& p, const EngineModel& m)
+      : m_(m),
+        tokens_(static_cast<double>(p.tokens)),
+        rows_(tokens_ * static_cast<double>(p.top_k)),
+        of_expert_(rows_ / static_cast<double>(p.experts)),
+        d_(static_cast<double>(p.hidden)),
+        n_(static_cast<double>(p.width)),
+        h_(n_ * gate_factor(p.activation.kind)),
+        down_(2.0 * static_cast<double>(p.experts) * n_ * d_) {}
+
+  double forward() const {
+    const double a = rows(m_.a, h_, d_, gathered() + up() + row_bytes(h_) + row_bytes(n_));
+    const double y = rows(m_.y, d_, n_, row_bytes(n_) + down_ + row_bytes(d_));
+    return a + y + sum() + m_.forward_more;
+  }
+  double backward() const {
+    const double dh = rows(m_.dh, n_, d_, gathered() + down_ + 2 * row_bytes(h_) + row_bytes(n_));
+    const double dx = rows(m_.dx, d_, h_, row_bytes(h_) + up() + row_bytes(d_));
+    const double dw2 = grad(n_, row_bytes(n_) + gathered() + down_);
+    const double dw1 = grad(h_, row_bytes(h_) + gathered() + up());
+    return dh + dx + dw2 + dw1 + (1 - m_.hidden) * sum() + m_.backward_more;
+  }
+
+ private:
+  double up() const { return down_ * h_ / n_; }
+  double row_bytes(double width) const { return 2 * rows_ * width; }
+  /// Bytes of X or dO read from memory while its rows are gathered: each row once if half of the
+  /// cache holds them all, up to once for each routed row.
+  double gathered() const {
+    const double once = 2 * tokens_ * d_, fit = once / (m_.cache_bytes / 2);
+    return std::min(row_bytes(d_), once * (1 + std::clamp((fit - 1) / 2, 0.0, 1.0)));
+  }
+  double sum() const { return (row_bytes(d_) + 2 * tokens_ * d_) / m_.sum_bytes_per_second; }
+  double product(const ProductModel& p, double width, double depth, double full,
+                 double bytes) const {
+    const double rate = m_.flops_per_second * p.share * depth / (depth + p.lost_depth) * full;
+    // Two operations for each element of a row, of a column and of K; for a weight gradient the
+    // rows are K, so the count is the same.
+    const double compute = 2 * rows_ * d_ * width / rate, memory = bytes / m_.bytes_per_second;
+    return std::max(compute, memory) + kNotHidden * std::min(compute, memory) + m_.launch;
+  }
+  /// D has `columns`; the product of columns and depth is d times n or h.
+  double rows(const ProductModel& p, double columns, double depth, double bytes) const {
+    const double tiles = std::ceil(of_expert_ / kTileRows) * kTileRows;
+    const double full =
+        of_expert_ < kTileRows ? of_expert_ / tiles : of_expert_ / (of_expert_ + m_.rows_lost);
+    return product(p, columns * depth / d_, depth, full, bytes);
+  }
+  double grad(double width, double bytes) const {
+    return product(m_.dw, width, of_expert_, 1, bytes);
+  }
+
+  const EngineModel& m_;
+  double tokens_, rows_, of_expert_, d_, n_, h_;
+  double down_;  ///< bytes of W2
+};
+
+}  // namespace
+
+std::vector<ModelledLayer> modelled_layers(const Problem& p, const Machine& machine) {
+  std::vector<ModelledLayer> layers;
+  if (dtype_bytes(p.dtype) != 2 || p.precision == Precision::kFp8 || p.tokens == 0) return layers;
+  for (const EngineModel& m : kModels) {
+    if (machine.name != m.machine) continue;
+    const Layer layer(p, m);
+    layers.push_back({m.engine, layer.forward(), layer.backward()});
+  }
+  return layers;
+}
+
+}  // namespace sonicmoe
