@@ -62,6 +62,7 @@ struct Report {
   std::int64_t rows = 0;
   std::int32_t threads = 0;
   std::string engine;  ///< empty on the CPU
+  std::string engine_note;
   Precision precision = Precision::kTensors;
   verify::CaseResult check;
   std::vector<Measurement> passes;
@@ -185,6 +186,7 @@ Report run(const Options& o) {
   const Target target = target_from_options(o.target);
   Report report;
   report.engine = engine_of(target);
+  report.engine_note = engine_note_of(target);
   report.shape = o.shape.resolve("laptop");
   const Problem problem = o.layer.problem(report.shape, target.exec);
   report.precision = problem.precision;
@@ -257,6 +259,7 @@ Json document(const Options& o, const Report& r) {
       {"quantise_ms", r.quantise_seconds.empty() ? Json() : Json(1e3 * median(r.quantise_seconds))},
       {"backend", r.engine.empty() ? "cpu" : "cuda"},
       {"engine", r.engine.empty() ? Json() : Json(r.engine)},
+      {"engine_note", r.engine_note},
       {"routing", o.routing},
       {"rows", r.rows},
       {"threads", r.threads},

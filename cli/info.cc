@@ -73,7 +73,8 @@ Json cuda_state(const std::string& engine) {
                 {"reason", ""},
                 {"archs", words(cuda == nullptr ? "" : cuda->code_names())},
                 {"engines", engines(cuda)},
-                {"engine", nullptr}};
+                {"engine", nullptr},
+                {"engine_note", ""}};
   const auto is_engine = [&](const Json& e) { return e["name"] == engine; };
   if (!engine.empty() &&
       std::none_of(state["engines"].begin(), state["engines"].end(), is_engine)) {
@@ -91,6 +92,7 @@ Json cuda_state(const std::string& engine) {
     return state;
   }
   state["engine"] = smoe_device_engine(device);
+  state["engine_note"] = smoe_device_engine_note(device);
   smoe_device_close(device);
   state["usable"] = true;
   return state;
@@ -135,6 +137,7 @@ void print_text(const Json& d) {
                          engine["serves"].get<std::string>() +
                          (engine["name"] == cuda["engine"] ? ": used here" : ""));
   }
+  if (const std::string note = cuda["engine_note"]; !note.empty()) line("  note", note);
 }
 
 }  // namespace

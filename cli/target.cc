@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <cstdio>
+
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"
@@ -79,12 +81,20 @@ Target target_from_options(const TargetOptions& options) {
     target.memory = verify::device_memory();
   }
   checks::exec(target.exec);
+  if (const std::string note = engine_note_of(target); !note.empty()) {
+    std::fprintf(stderr, "sonicmoe: %s\n", note.c_str());
+  }
   return target;
 }
 
 std::string engine_of(const Target& target) {
   const BackendTable& table = backend_table(target.exec.backend);
   return table.engine_name == nullptr ? "" : table.engine_name(target.exec.device);
+}
+
+std::string engine_note_of(const Target& target) {
+  const BackendTable& table = backend_table(target.exec.backend);
+  return table.engine_note == nullptr ? "" : table.engine_note(target.exec.device);
 }
 
 verify::Implementation implementation_of(const Target& target) {

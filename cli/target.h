@@ -28,10 +28,13 @@ struct TargetOptions {
   /// --backend, --engine, --threads.
   void add_to(Command& command);
 };
-/// Refuses a backend or engine that this build or machine cannot serve.
+/// Refuses a backend or engine that this build or machine cannot serve. Prints engine_note_of() to
+/// stderr.
 Target target_from_options(const TargetOptions& options);
 /// The engine that multiplies on `target`; empty if its backend has no engines.
 std::string engine_of(const Target& target);
+/// Why `target` does not use the engine that was asked for, a sentence; empty if it does.
+std::string engine_note_of(const Target& target);
 /// Refuses work that needs more bytes than the target has.
 void refuse_above_memory(double needed, const Target& target);
 /// The data sheet of the first GPU, by its name in machine_from_name(); empty if no GPU can be used

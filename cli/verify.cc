@@ -22,7 +22,7 @@ struct Options {
 };
 
 struct Outcome {
-  std::string backend, engine;
+  std::string backend, engine, engine_note;
   std::vector<verify::CaseResult> cases;
   std::vector<verify::ControlResult> controls;
 
@@ -66,6 +66,7 @@ Outcome run(const Options& o) {
   Outcome outcome;
   outcome.backend = backend_name(target.exec.backend);
   outcome.engine = engine_of(target);
+  outcome.engine_note = engine_note_of(target);
   const auto show = [&](const verify::CaseResult& r, std::size_t done, std::size_t total) {
     const std::string count = std::to_string(done) + "/" + std::to_string(total);
     progress.show(count + " " + r.name, static_cast<double>(done) / static_cast<double>(total));
@@ -107,6 +108,7 @@ Json document(const Outcome& outcome) {
   }
   return {{"backend", outcome.backend},
           {"engine", outcome.engine.empty() ? Json() : Json(outcome.engine)},
+          {"engine_note", outcome.engine_note},
           {"passed", outcome.good()},
           {"cases", cases},
           {"negative_controls", controls}};

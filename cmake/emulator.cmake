@@ -170,6 +170,9 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
+  add_test(NAME Emulated.BlackwellFaults
+           COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
+                   $<TARGET_FILE:sonicmoe_emulated_tests>)
   add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
   add_capability_test(
     BlackwellGraphs 12 10.0

@@ -347,6 +347,7 @@ static void test_refusals(void) {
          "the refusal names the engines of the build");
   expect(smoe_engine_name(1000) == NULL && smoe_engine_name(-1) == NULL, "no such engine");
   expect(smoe_device_engine(NULL) == NULL, "no device has no engine");
+  expect(smoe_device_engine_note(NULL) == NULL, "no device has no note");
   for (i = 0; i < T * D; ++i) expect(out[i] == 77.0f, "a refused forward leaves out alone");
 }
 

@@ -64,6 +64,19 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   });
 }
 
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  bool is_ready = true;
+  const cudaError_t status = device_call([&] {
+    const auto stream = stream_of(handle);
+    const std::lock_guard lock(issue_mutex());
+    refuse_capture(*stream);
+    const MomentPtr end = stream->last();
+    is_ready = end == nullptr || end->is_past();
+    if (is_ready) wait_on(stream->device(), end);
+  });
+  return status == cudaSuccess && !is_ready ? cudaErrorNotReady : status;
+}
+
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return device_call([&] {
     const auto stream = stream_of(handle);

@@ -421,13 +421,17 @@ typedef struct smoe_device_options {
 } smoe_device_options;
 
 /* smoe_device_open with options. Returns SMOE_INVALID_ARGUMENT if this build has no such engine,
- * and SMOE_UNSUPPORTED if the engine does not serve the device. */
+ * and SMOE_UNSUPPORTED if the engine does not serve the device. An engine that fails a test of the
+ * device is replaced (smoe_device_engine_note). */
 SMOE_API smoe_status smoe_device_open_with(const smoe_device_options* options,
                                            smoe_device** device);
 /* The name of engine `index` (from 0) of this build, such as "hopper"; NULL past the last one. */
 SMOE_API const char* smoe_engine_name(int32_t index);
 /* The name of the engine that a device handle uses; NULL for NULL. */
 SMOE_API const char* smoe_device_engine(const smoe_device* device);
+/* One sentence: why the handle does not use the engine that was asked for, because that engine
+ * failed a test of the device (engine "blackwell" only). "" if it does; NULL for NULL. */
+SMOE_API const char* smoe_device_engine_note(const smoe_device* device);
 
 /* Expert parallelism, CUDA only. exchange.h describes the functions. */
 typedef struct smoe_exchange smoe_exchange;

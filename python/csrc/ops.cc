@@ -68,6 +68,11 @@ std::string engine_of(DeviceCall& a) {
   return smoe_device_engine(device_handle(int32("ordinal", a.ordinal)));
 }
 
+/// Why that is not the engine that was asked for; empty if it is.
+std::string engine_note(DeviceCall& a) {
+  return smoe_device_engine_note(device_handle(int32("ordinal", a.ordinal)));
+}
+
 #define SONICMOE_ENGINE(ARGUMENT) ARGUMENT(std::int64_t, index)
 struct EngineCall {
   SONICMOE_ARGUMENTS(SONICMOE_ENGINE)
@@ -136,6 +141,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("engine_names", NoArguments::schema(), "str");
   def("cuda_build", NoArguments::schema(), "str");
   def("engine_of", DeviceCall::schema(), "str");
+  def("engine_note", DeviceCall::schema(), "str");
   def("use_engine", EngineCall::schema(), "int");
   def("moe_inference", InferenceCall::schema(), "Tensor");
   def("moe_forward", ForwardCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
@@ -182,6 +188,7 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   m.impl("version", &box<&version>);
   m.impl("cuda_problem", &box<&cuda_problem>);
   m.impl("engine_names", &box<&engine_names>);
+  m.impl("engine_note", &box<&engine_note>);
   m.impl("cuda_build", &box<&cuda_build>);
   m.impl("engine_of", &box<&engine_of>);
   m.impl("use_engine", &box<&use_engine>);

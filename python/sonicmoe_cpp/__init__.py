@@ -72,8 +72,9 @@ if _library.PROBLEM is None:
 
 
 def _cuda_engine() -> str:
-    initialized = torch.cuda.is_initialized()
-    return torch.ops.sonicmoe_cpp.engine_of(torch.cuda.current_device() if initialized else 0)
+    ordinal = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    note = torch.ops.sonicmoe_cpp.engine_note(ordinal)
+    return torch.ops.sonicmoe_cpp.engine_of(ordinal) + (f" ({note})" if note else "")
 
 
 def show_config() -> str:

@@ -191,6 +191,14 @@ const char* smoe_device_engine(const smoe_device* device) {
   return name;
 }
 
+const char* smoe_device_engine_note(const smoe_device* device) {
+  const char* note = nullptr;
+  capi::guarded([&] {
+    if (device != nullptr) note = capi::device_backend().engine_note(device);
+  });
+  return note;
+}
+
 smoe_status smoe_device_close(smoe_device* device) {
   return capi::guarded([&] {
     if (device != nullptr) capi::device_backend().device_close(device);

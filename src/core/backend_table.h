@@ -62,6 +62,8 @@ struct BackendTable {
   std::vector<EngineInfo> (*engines)() = nullptr;
   /// The name of the engine that computes products on a device: "hopper".
   const char* (*engine_name)(const void* device) = nullptr;
+  /// One sentence: why this is not the engine that was asked for; empty if it is.
+  const char* (*engine_note)(const void* device) = nullptr;
   /// The architectures for which the build has device code: "sm_80 sm_90".
   const char* (*code_names)() = nullptr;
 

@@ -56,6 +56,9 @@ const BackendTable* cuda_backend() {
     backend.engine_name = [](const void* device) {
       return static_cast<const cuda::Device*>(device)->engine->name;
     };
+    backend.engine_note = [](const void* device) {
+      return cuda::engine_note(*static_cast<const cuda::Device*>(device));
+    };
     backend.layer_tiles = [](const Problem& problem, const Exec& exec) {
       return cuda::engine_of(exec).describe(problem);
     };

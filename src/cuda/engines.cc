@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #if defined(SONICMOE_WITH_BLACKWELL)
 #include "cuda/blackwell/blackwell_engine.h"
@@ -29,6 +30,27 @@ int attribute(int ordinal, cudaDeviceAttr which) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, which, ordinal), "reading device attributes");
   return value;
+}
+
+/// A device with a GPU, as open_device() makes it.
+struct OpenDevice : Device {
+  std::string note;  ///< of engine_note()
+};
+
+/// Makes `engine` serve the device, or the first other one if `engine` fails its probe there.
+void use_engine(const Engine& engine, OpenDevice& device) {
+  device.engine = &engine;
+  device.engine_state = engine.open(device.ordinal);
+  const std::string fault = engine.probe == nullptr ? "" : engine.probe(device);
+  if (fault.empty()) return;
+  std::vector<const Engine*> others(engines().begin(), engines().end());
+  std::erase(others, &engine);
+  const std::string asked = std::string("the engine ") + engine.name + " does not serve device " +
+                            std::to_string(device.ordinal) + ": " + fault;
+  const Engine* other = engine_for(device.capability, others);
+  if (other == nullptr) throw Error(Status::kUnsupported, asked + ".");
+  use_engine(*other, device);
+  device.note = asked + ", so the engine " + other->name + " serves it.";
 }
 
 }  // namespace
@@ -98,7 +120,7 @@ const Device* open_device(int ordinal, const char* engine) {
                                               " but this machine has " + std::to_string(count) +
                                               " CUDA devices.");
   }
-  auto device = std::make_unique<Device>();
+  auto device = std::make_unique<OpenDevice>();
   device->ordinal = ordinal;
   device->capability = attribute(ordinal, cudaDevAttrComputeCapabilityMajor) * 10 +
                        attribute(ordinal, cudaDevAttrComputeCapabilityMinor);
@@ -116,12 +138,15 @@ const Device* open_device(int ordinal, const char* engine) {
                                           " but the kernels of this build need " +
                                           served_capabilities() + ".");
   }
-  device->engine = &choose_engine(device->capability, request);
-  device->engine_state = device->engine->open(ordinal);
+  use_engine(choose_engine(device->capability, request), *device);
   return device.release();
 }
 
-void close_device(const Device* device) { delete device; }
+void close_device(const Device* device) { delete static_cast<const OpenDevice*>(device); }
+
+const char* engine_note(const Device& device) {
+  return device.ordinal < 0 ? "" : static_cast<const OpenDevice&>(device).note.c_str();
+}
 
 const Device* device_model(int capability) {
   static std::mutex mutex;

@@ -32,10 +32,15 @@ const Engine& choose_engine(int capability, const EngineRequest& request,
                             std::span<const Engine* const> candidates = engines());
 
 /// The handle for Exec::device. `engine` is the name of an engine; null: the engine named by the
-/// environment variable SONICMOE_ENGINE, else the first that serves the GPU. Throws if the named
-/// engine, or every engine of the build, does not serve the GPU.
+/// environment variable SONICMOE_ENGINE, else the first that serves the GPU. If the engine fails
+/// its probe, another one serves the GPU and engine_note() says why. Throws if the named engine, or
+/// every engine of the build, does not serve the GPU.
 const Device* open_device(int ordinal, const char* engine = nullptr);
 void close_device(const Device* device);
+
+/// One sentence: why the engine that was asked for does not serve the device of open_device().
+/// Empty if it does.
+const char* engine_note(const Device& device);
 
 /// A handle without a GPU, for sizes and plans, with the engine that open_device would choose. Null
 /// if the build has no code or no engine for the capability.

@@ -146,6 +146,7 @@ void fuzz_null(World& w) {
   require(call() == SMOE_INVALID_ARGUMENT, "a null argument is not INVALID_ARGUMENT");
   require(smoe_engine_name(-1) == nullptr, "engine -1 has a name");
   require(smoe_device_engine(nullptr) == nullptr, "no device has an engine");
+  require(smoe_device_engine_note(nullptr) == nullptr, "no device has a note");
   require(smoe_device_close(nullptr) == SMOE_OK, "closing no device is refused");
 }
 

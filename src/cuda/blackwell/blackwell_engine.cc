@@ -2,6 +2,7 @@
 
 #include "cuda/blackwell/choices.h"
 #include "cuda/blackwell/launch.h"
+#include "cuda/blackwell/probe.h"
 #include "cuda/blackwell/products.h"
 #include "cuda/portable/shape.h"
 
@@ -36,6 +37,7 @@ const Engine kBlackwellEngine = {
                 .multiple = 8},
     .score_columns = portable::kWarpColumns,
     .open = &blackwell::open,
+    .probe = &blackwell::probe,
     .backward_order = &backward_order,
     .multiply_rows = &blackwell::multiply_rows,
     .multiply_depth = &blackwell::multiply_depth,

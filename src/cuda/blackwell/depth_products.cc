@@ -35,6 +35,11 @@ DepthTilesParams tiles_of(const DepthProduct& product) {
 }  // namespace
 
 void multiply_depth(const Device& device, const DepthProduct& product, cudaStream_t stream) {
+  multiply_depth_within({}, device, product, stream);
+}
+
+void multiply_depth_within(const WaitLimit& limit, const Device& device,
+                           const DepthProduct& product, cudaStream_t stream) {
   const EncodeTensorMap encode = state_of(device).encode;
   DepthProductParams<portable::StoreExpertParams> params{};
   params.operands = {rows_map(encode, product.left.rows, 0, 1),
@@ -42,6 +47,7 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
                      rows_map(encode, product.right, product.right_part, kDepth)};
   params.tiles = tiles_of(product);
   params.order = order_of(product.hints);
+  params.tiles.limit = limit;
   params.epilogue = portable::epilogue_params(product);
   const std::int64_t tiles =
       product.groups.experts * params.tiles.row_tiles * params.tiles.column_tiles;

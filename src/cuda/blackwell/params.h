@@ -10,6 +10,13 @@
 
 namespace sonicmoe::cuda::blackwell {
 
+/// A time limit of every wait for an mbarrier. If one wait exceeds it, that wait and all later ones
+/// of the grid return false: the kernel ends, without a result.
+struct WaitLimit {
+  std::uint64_t nanoseconds;
+  std::int32_t* exceeded;  ///< 0 before the launch, set to 1 by a wait that ran out; null: no limit
+};
+
 /// A part of K: rows of A and the columns of B that they are multiplied by.
 struct Segment {
   CUtensorMap rows;        ///< (k, row), box 64 x 1
@@ -38,6 +45,7 @@ struct RowTilesParams {
   std::uint32_t operands;    ///< kBrainTypes and kMnMajorB, or 0
   std::int32_t segments;
   std::int32_t k_tiles;  ///< of all segments
+  WaitLimit limit;
 };
 
 /// The operands of a depth product are the gathered rows and rows in expert order. One of them is
@@ -61,6 +69,7 @@ struct DepthTilesParams {
   std::int32_t column_tiles;
   std::int32_t gathers_b;  ///< 1: the gathered operand is B
   std::uint32_t operands;  ///< kMnMajorA, kMnMajorB, and kBrainTypes or 0
+  WaitLimit limit;
 };
 
 /// When the tiles of a kernel may begin. Every kernel waits for the kernel before it, and then lets

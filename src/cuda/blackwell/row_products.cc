@@ -77,10 +77,16 @@ const void* kernel_of(const ActivateGrad&, DType dtype) { return activate_grad_k
 }  // namespace
 
 void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  multiply_rows_within({}, device, product, stream);
+}
+
+void multiply_rows_within(const WaitLimit& limit, const Device& device, const RowProduct& product,
+                          cudaStream_t stream) {
   std::visit(
       [&](const auto& epilogue) {
         RowProductParams<decltype(portable::epilogue_params(epilogue))> params{};
         params.tiles = tiles_of(product);
+        params.tiles.limit = limit;
         params.tiles.segments = set_segments(state_of(device), product, params.segments);
         for (const Segment& s : params.segments) params.tiles.k_tiles += s.k_tiles;
         params.order = order_of(product.hints);

@@ -63,6 +63,9 @@ struct Engine {
   /// Creates the engine's state for one device (driver functions, kernel attributes); the device
   /// handle owns it.
   std::shared_ptr<void> (*open)(int ordinal);
+  /// Whether the engine computes rightly on an open device, by experiment: empty if so, else what
+  /// differed, as "its product of ... was wrong in ...". Null: not in question.
+  std::string (*probe)(const Device& device) = nullptr;
   BackwardOrder (*backward_order)(const Problem& problem, const BackwardArgs& args);
   /// multiply_rows and multiply_depth launch one product. If one of them threw, the earlier steps
   /// of the pass would already be launched. So every engine must serve the epilogues of the passes

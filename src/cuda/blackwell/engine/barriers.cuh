@@ -11,29 +11,56 @@
 // operands.
 #pragma once
 
+#include "cuda/blackwell/params.h"
+#include "cuda/blackwell/ptx/pair_copy.cuh"
 #include "cuda/blackwell/shape.h"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/system.cuh"
 
 namespace sonicmoe::cuda::blackwell {
+
+/// An mbarrier whose waits may have a time limit.
+class Barrier : public ptx::Mbarrier {
+ public:
+  __device__ __forceinline__ Barrier(std::uint32_t address, const WaitLimit& limit)
+      : Mbarrier(address), limit_(limit) {}
+
+  /// False if the limit is exceeded. What the caller waits for may then still happen, or never.
+  [[nodiscard]] __device__ __forceinline__ bool wait(std::uint32_t parity) const {
+    if (limit_.exceeded == nullptr) {
+      Mbarrier::wait(parity);
+      return true;
+    }
+    const std::uint64_t begin = ptx::nanoseconds();
+    volatile std::int32_t* const exceeded = limit_.exceeded;
+    while (!ptx::try_wait(*this, parity)) {
+      if (*exceeded != 0) return false;
+      if (ptx::nanoseconds() - begin > limit_.nanoseconds) *exceeded = 1;
+    }
+    return true;
+  }
+
+ private:
+  const WaitLimit& limit_;
+};
 
 /// Shared memory of a CTA, by address.
 struct Cta {
   std::uint32_t base;
   int rank;
+  const WaitLimit& limit;
 
   __device__ __forceinline__ std::uint32_t a(int stage) const { return base + stage * kStageBytes; }
   __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + kStageBytesA; }
   __device__ __forceinline__ std::uint32_t staging(int warp) const {
     return base + kStagingAt + warp * kStagingBuffers * kStagingBytes;
   }
-  __device__ __forceinline__ ptx::Mbarrier full(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ ptx::Mbarrier empty(int stage) const {
-    return barrier(kStages + stage);
-  }
-  __device__ __forceinline__ ptx::Mbarrier d_full(int accumulator) const {
+  __device__ __forceinline__ Barrier full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ Barrier empty(int stage) const { return barrier(kStages + stage); }
+  __device__ __forceinline__ Barrier d_full(int accumulator) const {
     return barrier(2 * kStages + accumulator);
   }
-  __device__ __forceinline__ ptx::Mbarrier d_empty(int accumulator) const {
+  __device__ __forceinline__ Barrier d_empty(int accumulator) const {
     return barrier(2 * kStages + kAccumulators + accumulator);
   }
   __device__ __forceinline__ std::uint32_t tensor_slot() const { return base + kTensorSlotAt; }
@@ -52,8 +79,8 @@ struct Cta {
   }
 
  private:
-  __device__ __forceinline__ ptx::Mbarrier barrier(int i) const {
-    return ptx::Mbarrier(base + kBarriersAt + i * ptx::Mbarrier::kBytes);
+  __device__ __forceinline__ Barrier barrier(int i) const {
+    return Barrier(base + kBarriersAt + i * Barrier::kBytes, limit);
   }
 };
 
@@ -79,7 +106,7 @@ using AccumulatorRing = Ring<kAccumulators>;
 __device__ __forceinline__ void wait_for_last_products(const Cta& cta, StageRing ring) {
 #pragma unroll 1
   for (int s = 0; s < kStages; s++) {
-    cta.empty(ring.at).wait(ring.parity ^ 1);
+    if (!cta.empty(ring.at).wait(ring.parity ^ 1)) return;
     ring.next();
   }
 }

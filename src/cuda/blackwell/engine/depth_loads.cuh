@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_gathered(const DepthOperands& operands,
       const FourRows now = next;
       // Loaded here, so that the wait hides the latency.
       next = FourRows(tile, (kt + 1) * kDepth + first, p.index);
-      cta.empty(ring.at).wait(ring.parity ^ 1);
-      if (loads) {
+      const bool in_time = cta.empty(ring.at).wait(ring.parity ^ 1);
+      if (loads && in_time) {
         ptx::pair_gather(cta.a(ring.at) + side.offset + group * kBoxBytes + first * kLineBytes,
                          &operands.gathered, ptx::in_even_cta(cta.full(ring.at).address()),
                          side.column + group * kBoxColumns, now.rows);
@@ -80,16 +80,17 @@ __device__ __forceinline__ void load_ordered(const DepthOperands& operands,
     const std::uint32_t bytes = kCtas * (tile.cta_rows * kLineBytes + tile.boxes() * kBoxBytes);
 #pragma unroll 1
     for (int kt = 0; kt < tile.k_tiles; kt++) {
-      cta.empty(ring.at).wait(ring.parity ^ 1);
-      if (cta.rank == 0 && lane == 0) cta.full(ring.at).arrive_expecting(bytes);
+      const bool in_time = cta.empty(ring.at).wait(ring.parity ^ 1);
+      const int groups = in_time ? side.groups : 0;
+      if (cta.rank == 0 && lane == 0 && in_time) cta.full(ring.at).arrive_expecting(bytes);
       const std::uint32_t full = ptx::in_even_cta(cta.full(ring.at).address());
       const std::uint32_t target = cta.a(ring.at) + side.offset;
       if ((kt + 1) * kDepth <= tile.summed_rows) {
-        if (lane < side.groups) {
+        if (lane < groups) {
           ptx::pair_load(target + lane * kBoxBytes, &operands.boxes, full,
                          {side.column + lane * kBoxColumns, tile.summed_row + kt * kDepth, 0});
         }
-      } else if (lane / kLanes < side.groups) {
+      } else if (lane / kLanes < groups) {
         const int first = lane % kLanes * kGatheredRows;
         const int group = lane / kLanes;
         const FourRows four(tile, kt * kDepth + first, nullptr);

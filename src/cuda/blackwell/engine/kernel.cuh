@@ -56,11 +56,12 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
   AccumulatorRing accumulator;
   for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
+    bool in_time = true;
     if (!part.is_zero) {
-      cta.d_full(accumulator.at).wait(accumulator.parity);
+      in_time = __all_sync(~0u, cta.d_full(accumulator.at).wait(accumulator.parity)) != 0;
       ptx::fence_after_sync();
     }
-    if (part.rows > 0) Product::Epilogue::run(p.epilogue, part);
+    if (in_time && part.rows > 0) Product::Epilogue::run(p.epilogue, part);
     // After the first tile the wait is short.
     if (p.order.begins == Begins::kIndependent && threadIdx.x == 0) launch_dependents_after_wait();
     if (part.is_zero) continue;
@@ -75,7 +76,7 @@ template <class Product>
 __global__ void __launch_bounds__(kThreads, 1)
     pair_product(const __grid_constant__ typename Product::Params p) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
-  const Cta cta{ptx::shared_address(shared), ptx::cluster_rank()};
+  const Cta cta{ptx::shared_address(shared), ptx::cluster_rank(), p.tiles.limit};
   const int warp = ptx::uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) cta.init_barriers();

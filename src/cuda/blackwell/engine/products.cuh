@@ -24,10 +24,10 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& p
     const std::uint32_t descriptor =
         ptx::product_descriptor(operands, kCtas * tile.cta_rows, 2 * tile.half_columns);
     const std::uint32_t d = tensor + accumulator.at * kTileColumns;
-    cta.d_empty(accumulator.at).wait(accumulator.parity ^ 1);
+    if (!cta.d_empty(accumulator.at).wait(accumulator.parity ^ 1)) return;
 #pragma unroll 1
     for (int kt = 0; kt < tile.k_tiles; kt++, ring.next()) {
-      cta.full(ring.at).wait(ring.parity);
+      if (!cta.full(ring.at).wait(ring.parity)) return;
       ptx::fence_after_sync();  // of this wait and, at the first k tile, of the wait for D
       const std::uint64_t a = ptx::matrix_descriptor(cta.a(ring.at));
       const std::uint64_t b = ptx::matrix_descriptor(cta.b(ring.at));

@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_rows(const Segment* segments, const RowTile
       gathered[i] = ordered[i] >= 0 && p.index != nullptr ? __ldca(p.index + ordered[i]) : -1;
     }
     for_each_k_tile(segments, p.segments, [&](const Segment& segment, int kt) {
-      cta.empty(ring.at).wait(ring.parity ^ 1);
-      if (loads) {
+      const bool in_time = cta.empty(ring.at).wait(ring.parity ^ 1);
+      if (loads && in_time) {
         int rows[kGatheredRows];
 #pragma unroll
         for (int i = 0; i < kGatheredRows; i++) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_columns(const Segment* segments, const RowT
     const int first = tile.column + cta.rank * step;
     const int second = p.halves != 0 ? first : first + kBoxColumns;
     for_each_k_tile(segments, p.segments, [&](const Segment& segment, int kt) {
-      cta.empty(ring.at).wait(ring.parity ^ 1);
+      if (!cta.empty(ring.at).wait(ring.parity ^ 1)) return;
       if (cta.rank == 0) cta.full(ring.at).arrive_expecting(bytes);
       const std::uint32_t full = ptx::in_even_cta(cta.full(ring.at).address());
       const int k = kt * kDepth;

@@ -17,6 +17,19 @@ __device__ __forceinline__ std::uint32_t in_even_cta(std::uint32_t address) {
   return there;
 }
 
+/// One try of Mbarrier::wait(): false if the phase has not completed after a time that the GPU
+/// chooses.
+__device__ __forceinline__ bool try_wait(Mbarrier barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(done)
+      : "r"(barrier.address()), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 /// Loads one box. `barrier` is an address of in_even_cta().
 __device__ __forceinline__ void pair_load(std::uint32_t target, const CUtensorMap* map,
                                           std::uint32_t barrier, Coord3 at) {
