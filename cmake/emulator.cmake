@@ -170,6 +170,7 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
+  add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
   add_test(NAME Emulated.BlackwellFaults
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
                    $<TARGET_FILE:sonicmoe_emulated_tests>)

@@ -435,6 +435,15 @@ TEST_F(ExchangeHarness, PortableEngine) {
   expect_sound(form, "routing/ids_more_edges_k2/bf16/integers");
   expect_sound(form, "routing/pairs_sorted/bf16/integers");
 }
+TEST_F(ExchangeHarness, BlackwellEngine) {
+  if (device_->capability / 10 != 10) GTEST_SKIP() << "needs compute capability 10.x";
+  for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
+    Form form{2, transport};
+    form.engine = "blackwell";
+    expect_sound(form, "routing/ids_more_edges_k2/bf16/integers");
+    expect_sound(form, "layout/concatenated_gated");
+  }
+}
 TEST_F(ExchangeHarness, OneRank) {
   for (const char* filter : {"layout/", "grads/", "wide/", "activation/", "shape/"}) {
     expect_sound({1}, filter);
