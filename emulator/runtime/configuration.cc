@@ -68,6 +68,7 @@ const Configuration& configuration() {
     c.patience_s =
         static_cast<int>(number_or("SONICMOE_EMULATED_PATIENCE", c.patience_s, 1, 86400));
     if (const char* spot = std::getenv("SONICMOE_EMULATED_WITHOUT")) c.without = spot;
+    if (const char* change = std::getenv("SONICMOE_EMULATED_INSTEAD")) c.instead = change;
     if (const char* log = std::getenv("SONICMOE_EMULATED_LOG")) c.log = log;
     return c;
   }();

@@ -25,6 +25,7 @@ struct Configuration {
   std::uint64_t seed = 1;               ///< SONICMOE_EMULATED_SEED: of the order in which warps run
   int patience_s = 60;  ///< SONICMOE_EMULATED_PATIENCE: seconds without progress are a deadlock
   std::string without;  ///< SONICMOE_EMULATED_WITHOUT: NAME:LINE, see PtxText::build()
+  std::string instead;  ///< SONICMOE_EMULATED_INSTEAD: NAME:LINE:TEXT, see PtxText::build()
   /// SONICMOE_EMULATED_LOG: file that gets the name of each kernel that ran, and its PTX's target
   std::string log;
 };

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -37,6 +38,31 @@ void remove_instruction(const std::string& spot, Function* function) {
   }
 }
 
+/// Puts another line in the place of one, by `change`, NAME:LINE:TEXT. Only a text with a kernel of
+/// that name is changed.
+void replace_line(const std::string& change, std::string* text) {
+  const std::size_t line = change.find(':') + 1, instead = change.find(':', line) + 1;
+  if (line == 0 || instead == 0) {
+    throw std::runtime_error("SONICMOE_EMULATED_INSTEAD is '" + change +
+                             "' but must be KERNEL:LINE:TEXT");
+  }
+  if (text->find(change.substr(0, line - 1)) == text->npos) return;
+  std::size_t begin = 0;
+  for (int left = std::atoi(change.c_str() + line) - 1; left > 0; --left) {
+    begin = text->find('\n', begin) + 1;
+    if (begin == 0) throw std::runtime_error("no line " + change.substr(line));
+  }
+  text->replace(begin, text->find('\n', begin) - begin, change.substr(instead));
+}
+
+/// The text with the changes of replace_line(), one in each line of `changes`.
+std::string with_changes(std::string_view text, const std::string& changes) {
+  std::string changed(text);
+  std::istringstream lines(changes);
+  for (std::string change; std::getline(lines, change);) replace_line(change, &changed);
+  return changed;
+}
+
 /// The name of a kernel without the hash that nvcc adds to anonymous namespaces. The hash depends
 /// on the folder of the build, so it differs if ccache gives an object that was built in another
 /// one.
@@ -66,7 +92,8 @@ void PtxText::place_variables() {
 Program PtxText::build(const std::string& kernel) {
   const std::lock_guard lock(mutex_);
   if (!is_parsed_) {
-    module_ = parse_module(text_);
+    const std::string& change = configuration().instead;
+    module_ = change.empty() ? parse_module(text_) : parse_module(with_changes(text_, change));
     place_variables();
     is_parsed_ = true;
   }
