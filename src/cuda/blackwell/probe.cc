@@ -50,8 +50,12 @@ const Trial kInOrder{"256 rows in order", {256}, 520, 256, DType::kBF16, false};
 const Trial kGathered{"200 gathered rows", {200}, 136, 200, DType::kBF16, true};
 const Trial kExperts{
     "experts of 300, 0, 1 and 129 rows", {300, 0, 1, 129}, 456, 264, DType::kF16, true};
-const Trial kGrad{
-    "a weight gradient of 100, 0 and 70 rows", {100, 0, 70}, 136, 200, DType::kBF16, true};
+const Trial kGrad{"a weight gradient of 100, 0, 70, 1 and 192 rows",
+                  {100, 0, 70, 1, 192},
+                  136,
+                  200,
+                  DType::kBF16,
+                  true};
 
 /// Integers from -2 to 2.
 std::vector<int> small_integers(std::size_t count, unsigned seed) {

@@ -33,11 +33,12 @@ class Barrier : public ptx::Mbarrier {
     }
     const std::uint64_t begin = ptx::nanoseconds();
     volatile std::int32_t* const exceeded = limit_.exceeded;
-    while (!ptx::try_wait(*this, parity)) {
-      if (*exceeded != 0) return false;
+    // Asked first: behind a phase that never completes, the wait for the next one would succeed.
+    while (*exceeded == 0) {
+      if (ptx::try_wait(*this, parity)) return true;
       if (ptx::nanoseconds() - begin > limit_.nanoseconds) *exceeded = 1;
     }
-    return true;
+    return false;
   }
 
  private:
