@@ -111,7 +111,7 @@ def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, r
     if isinstance(experts[0], (tuple, list)):
         raise TypeError("w_up is a pair (gate, up), must be one tensor with low-rank factors")
     if request.precision == "auto" and getattr(x, "is_cuda", False):
-        request = NOTHING  # in fp8 they are not timed on CUDA yet
+        request = NOTHING  # in fp8 only one layer is timed on CUDA
     arguments = (form, x, routing, experts, style, None, request)
     call, packed = packed_call(*arguments) or (call_of(*arguments), None)
     call = with_factors(call, up, down)
