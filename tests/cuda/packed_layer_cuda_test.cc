@@ -19,9 +19,9 @@ namespace {
 using testing::DeviceArray;
 using testing::PackedCase;
 
-constexpr std::int64_t kTokens = 90, kHidden = 320, kWidth = 192, kExperts = 5, kTopK = 2;
+constexpr std::int64_t kTokens = 90, kHidden = 320, kExperts = 5, kTopK = 2;
 constexpr std::int64_t kRank = 40;  // two k tiles of depth 32, the second with a tail
-constexpr std::int64_t kElements = kHidden * kWidth;  // of a matrix
+constexpr std::int64_t kWidth = 192, kOneTile = 32;  // of the experts: several k tiles, and one
 
 /// How many experts' weights fit into the memory of a pass.
 struct Room {
@@ -69,15 +69,16 @@ PackedCase packed_case(PackedFormat format, bool nested, std::int64_t rows, std:
 class Layer {
  public:
   Layer(PackedFormat format, bool nested, Halves halves, const Exec& exec,
-        Order order = Order::kAsShipped)
+        Order order = Order::kAsShipped, std::int64_t width = kWidth)
       : halves_(halves),
         order_(order),
+        width_(width),
         exec_(exec),
-        up_(case_of(format, nested, 2 * kWidth, kHidden, 1)),
-        down_(case_of(format, nested, kHidden, kWidth, 2)) {
+        up_(case_of(format, nested, 2 * width_, kHidden, 1)),
+        down_(case_of(format, nested, kHidden, width_, 2)) {
     problem_.tokens = kTokens;
     problem_.hidden = kHidden;
-    problem_.width = kWidth;
+    problem_.width = width_;
     problem_.experts = kExperts;
     problem_.top_k = kTopK;
     problem_.dtype = DType::kBF16;
@@ -100,17 +101,17 @@ class Layer {
       scores.push_back(0.25f + static_cast<float>(random() % 100) / 100.0f);
     }
     scores_ = array(std::move(scores));
-    b_up_ = values(kExperts * 2 * kWidth, 6);
+    b_up_ = values(kExperts * 2 * width_, 6);
     b_down_ = values(kExperts * kHidden, 7);
     for (int i = 0; i < 4; ++i) {
-      const std::int64_t lines[] = {kHidden, 2 * kWidth, kWidth, kHidden};
+      const std::int64_t lines[] = {kHidden, 2 * width_, width_, kHidden};
       factors_[i] = values(kExperts * kRank * lines[i], 8 + i);
     }
   }
 
   /// The results of both passes on weights that are all unpacked before.
   std::vector<std::vector<std::uint8_t>> expected() {
-    DeviceArray up(kExperts * 2 * kElements * 2), down(kExperts * kElements * 2);
+    DeviceArray up(kExperts * 2 * elements() * 2), down(kExperts * elements() * 2);
     const auto unpack = [this](const PackedWeights& packed, void* out) {
       unpack_weights(packed, tensor3(out, DType::kBF16, kExperts, packed.rows, packed.columns),
                      exec_);
@@ -122,7 +123,7 @@ class Layer {
 
   /// The same on packed weights. Both operands are unpacked into the same memory.
   std::vector<std::vector<std::uint8_t>> packed(const Room& room) {
-    DeviceArray memory(std::max(room.up * 2, room.down) * kElements * 2);
+    DeviceArray memory(std::max(room.up * 2, room.down) * elements() * 2);
     auto found = results(weights_at(memory.data(), memory.data(), room), &packed_);
     const auto left = memory.get();
     wrote_ = std::any_of(left.begin(), left.end(), [](std::uint8_t byte) { return byte != 0xff; });
@@ -133,12 +134,12 @@ class Layer {
 
   /// Gives expert e the packed down weights of expert e + 1: a mistake of an implementation.
   void exchange_experts() {
-    std::rotate(down_.codes.begin(), down_.codes.begin() + kElements / 2, down_.codes.end());
+    std::rotate(down_.codes.begin(), down_.codes.begin() + elements() / 2, down_.codes.end());
     packed_.down = on_device(down_);
   }
 
   std::string refusal(const Room& room, const std::function<void(PackedLayer&, Weights&)>& spoil) {
-    DeviceArray memory(std::max(room.up * 2, room.down) * kElements * 2);
+    DeviceArray memory(std::max(room.up * 2, room.down) * elements() * 2);
     PackedLayer packed = packed_;
     Weights weights = weights_at(memory.data(), memory.data(), room);
     spoil(packed, weights);
@@ -151,6 +152,7 @@ class Layer {
   }
 
  private:
+  std::int64_t elements() const { return kHidden * width_; }  ///< of a matrix
   PackedCase case_of(PackedFormat format, bool nested, std::int64_t out, std::int64_t in,
                      unsigned seed) const {
     const bool shipped = order_ == Order::kAsShipped;
@@ -188,18 +190,18 @@ class Layer {
   /// (E, 2n, r) or a bias (E, 2n) with its gate and up as the weights have them.
   void split(Tensor all, Tensor& gate, Tensor& up) const {
     const bool alternate = halves_ == Halves::kAlternating;
-    all.shape[1] = kWidth;
+    all.shape[1] = width_;
     gate = up = all;
-    const std::int64_t offset = alternate ? all.stride[1] : all.stride[1] * kWidth;
+    const std::int64_t offset = alternate ? all.stride[1] : all.stride[1] * width_;
     up.data = static_cast<std::uint16_t*>(all.data) + offset;
     if (alternate) gate.stride[1] = up.stride[1] = 2 * all.stride[1];
   }
 
   Weights weights_at(void* up, void* down, const Room& room) const {
     Weights w;
-    split(matrices(up, room.up, 2 * kWidth, kHidden), w.gate, w.up);
-    w.down = matrices(down, room.down, kHidden, kWidth);
-    split(tensor2(b_up_->data(), DType::kBF16, kExperts, 2 * kWidth), w.b_gate, w.b_up);
+    split(matrices(up, room.up, 2 * width_, kHidden), w.gate, w.up);
+    w.down = matrices(down, room.down, kHidden, width_);
+    split(tensor2(b_up_->data(), DType::kBF16, kExperts, 2 * width_), w.b_gate, w.b_up);
     w.b_down = tensor2(b_down_->data(), DType::kBF16, kExperts, kHidden);
     return w;
   }
@@ -207,8 +209,8 @@ class Layer {
   Lora lora_at(const std::array<void*, 4>& at) const {
     Lora lora;
     lora.up.a = tensor3(at[0], DType::kBF16, kExperts, kRank, kHidden);
-    split(tensor3(at[1], DType::kBF16, kExperts, 2 * kWidth, kRank), lora.up.gate_b, lora.up.b);
-    lora.down.a = tensor3(at[2], DType::kBF16, kExperts, kRank, kWidth);
+    split(tensor3(at[1], DType::kBF16, kExperts, 2 * width_, kRank), lora.up.gate_b, lora.up.b);
+    lora.down.a = tensor3(at[2], DType::kBF16, kExperts, kRank, width_);
     lora.down.b = tensor3(at[3], DType::kBF16, kExperts, kHidden, kRank);
     return lora;
   }
@@ -243,7 +245,7 @@ class Layer {
     b.lora = f.lora;
     b.dx = rows(result(kTokens * kHidden * 2));
     b.dweights = tensor2(result(kTokens * kTopK * 4), DType::kF32, kTokens, kTopK);
-    split(tensor2(result(kExperts * 2 * kWidth * 2), DType::kBF16, kExperts, 2 * kWidth),
+    split(tensor2(result(kExperts * 2 * width_ * 2), DType::kBF16, kExperts, 2 * width_),
           b.grads.b_gate, b.grads.b_up);
     b.grads.b_down = tensor2(result(kExperts * kHidden * 2), DType::kBF16, kExperts, kHidden);
     b.lora_grads = lora_at({result(factors_[0]->bytes()), result(factors_[1]->bytes()),
@@ -263,6 +265,7 @@ class Layer {
 
   Halves halves_;
   Order order_;
+  std::int64_t width_;
   Exec exec_;
   bool wrote_ = false;
   PackedCase up_, down_;
@@ -287,11 +290,14 @@ struct Form {
   bool nested;
   Halves halves;
   Order order = Order::kAsShipped;
+  std::int64_t width = kWidth;
 };
 constexpr Form kForms[] = {
     {"nf4", PackedFormat::kNF4, false, Halves::kConcatenated},
     {"nf4 nested", PackedFormat::kNF4, true, Halves::kConcatenated},
     {"mxfp4", PackedFormat::kMXFP4, false, Halves::kAlternating},
+    {"nf4, one k tile", PackedFormat::kNF4, false, Halves::kConcatenated, Order::kAsShipped,
+     kOneTile},
     {"nf4 transposed", PackedFormat::kNF4, false, Halves::kConcatenated, Order::kTransposed},
     {"fp8_blocks", PackedFormat::kFP8Blocks, false, Halves::kConcatenated},
 };
@@ -310,7 +316,7 @@ SONICMOE_FOR_EACH_ENGINE(CudaPackedLayer);
 /// Room for one expert, for numbers that do not divide E, and for all experts.
 TEST_P(CudaPackedLayer, HasTheBitsOfUnpackedWeights) {
   for (const Form& form : kForms) {
-    Layer layer(form.format, form.nested, form.halves, exec(), form.order);
+    Layer layer(form.format, form.nested, form.halves, exec(), form.order, form.width);
     const auto expected = layer.expected();
     EXPECT_TRUE(is_finite(expected[0])) << form.name;
     for (const Room room : {Room{1, 3}, Room{2, 5}}) {
