@@ -89,7 +89,7 @@ class CliTest(unittest.TestCase):
             known = {
                 "hopper": ["dynamic depth"],
                 "portable": ["narrow columns"],
-                "blackwell": ["sum beside rows"],
+                "blackwell": ["dynamic rows", "sum beside rows"],
             }[engine["name"]]
             self.assertEqual([name for name in thresholds if name in known], known)
             self.assertEqual(bool(thresholds), bool(known))

@@ -8,9 +8,13 @@
 namespace sonicmoe::cuda::blackwell {
 
 /// Mean rows of an expert.
+inline constexpr std::int64_t kDynamicRows = 256;
 inline constexpr std::int64_t kSumBesideRows = 256;
 
 inline constexpr EngineChoice kChoices[] = {
+    {"dynamic rows", kDynamicRows,
+     "from so many rows pairs take tiles by a counter, as gathering products of the engine hopper "
+     "do; nobody has measured it here"},
     {"sum beside rows", kSumBesideRows,
      "from so many rows sums of dX run beside weight gradients, as in the engine hopper; nobody "
      "has "

@@ -29,6 +29,7 @@ DepthTilesParams tiles_of(const DepthProduct& product) {
   tiles.row_tiles = count(tiles.rows);
   tiles.column_tiles = count(tiles.columns);
   tiles.operands = types_of(product.dtype) | kMnMajorA | kMnMajorB;
+  tiles.tile_counter = counter_of(product.groups, product.hints);
   return tiles;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/blackwell/choices.h"
 #include "cuda/blackwell/shape.h"
 #include "cuda/device/launch.h"
 
@@ -20,6 +21,10 @@ std::int64_t pairs_of(const Device& device, std::int64_t tiles) {
 LaunchOrder order_of(const LaunchHints& hints) {
   if (hints.start != Start::kIndependent) return {Begins::kAfterPrevious, nullptr};
   return {Begins::kIndependent, hints.arrival};
+}
+
+unsigned* counter_of(const RowGroups& groups, const LaunchHints& hints) {
+  return groups.mean_rows() >= kDynamicRows ? hints.tile_counter : nullptr;
 }
 
 void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream) {

@@ -26,6 +26,9 @@ std::int64_t pairs_of(const Device& device, std::int64_t tiles);
 /// kWithRowsOf is kAfterPrevious: no kernel releases rows before its end.
 LaunchOrder order_of(const LaunchHints& hints);
 
+/// The tile counter of a product; null for static order.
+unsigned* counter_of(const RowGroups& groups, const LaunchHints& hints);
+
 /// Launches `kernel`. `params` is its argument.
 void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream);
 

@@ -11,7 +11,8 @@
 namespace sonicmoe::cuda::blackwell {
 
 /// A time limit of every wait for an mbarrier. If one wait exceeds it, that wait and all later ones
-/// of the grid return false: the kernel ends, without a result.
+/// of the grid return false: the kernel ends, without a result. A launch with a limit has static
+/// order: waits for the queue of tile indices have none.
 struct WaitLimit {
   std::uint64_t nanoseconds;
   std::int32_t* exceeded;  ///< 0 before the launch, set to 1 by a wait that ran out; null: no limit
@@ -44,7 +45,8 @@ struct RowTilesParams {
   std::int32_t halves;       ///< 1: a tile has columns of both matrices (gate and up)
   std::uint32_t operands;    ///< kBrainTypes and kMnMajorB, or 0
   std::int32_t segments;
-  std::int32_t k_tiles;  ///< of all segments
+  std::int32_t k_tiles;    ///< of all segments
+  unsigned* tile_counter;  ///< 0 before the launch; null: static order
   WaitLimit limit;
 };
 
@@ -69,6 +71,7 @@ struct DepthTilesParams {
   std::int32_t column_tiles;
   std::int32_t gathers_b;  ///< 1: the gathered operand is B
   std::uint32_t operands;  ///< kMnMajorA, kMnMajorB, and kBrainTypes or 0
+  unsigned* tile_counter;  ///< 0 before the launch; null: static order
   WaitLimit limit;
 };
 

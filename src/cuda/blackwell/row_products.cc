@@ -61,6 +61,7 @@ RowTilesParams tiles_of(const RowProduct& product) {
   tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
   tiles.halves = halves ? 1 : 0;
   tiles.operands = types_of(product.dtype) | (major_of(w.first) == Major::kMN ? kMnMajorB : 0);
+  tiles.tile_counter = counter_of(product.groups, product.hints);
   return tiles;
 }
 

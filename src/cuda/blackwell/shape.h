@@ -49,13 +49,21 @@ inline constexpr int kThreads = (kFirstRowWarp + kRowWarps) * 32;
 inline constexpr int kGatheredRows = 4;
 inline constexpr int kLoadingLanes = kCtaRows / kRowWarps / kGatheredRows;
 
-/// Shared memory of a CTA, in this order: stages, staging buffers of the epilogue warps, barriers.
+/// Entries of the queue of tile indices: by so many tiles the scheduler is ahead of the slowest
+/// reader.
+inline constexpr int kQueueEntries = 4;
+/// Of both CTAs: the epilogue warps, the warps that load, and the thread that multiplies.
+inline constexpr int kQueueReaders = kCtas * (kEpilogueWarps + 1 + kRowWarps) + 1;
+
+/// Shared memory of a CTA, in this order: stages, staging buffers of the epilogue warps, barriers,
+/// queue of tile indices.
 inline constexpr int kStagingBytes = 32 * kPiece * kElementBytes;
 inline constexpr int kStagingBuffers = 3;  ///< of a warp
 inline constexpr int kStagingAt = kStages * kStageBytes;
 inline constexpr int kBarriersAt = kStagingAt + kEpilogueWarps * kStagingBuffers * kStagingBytes;
-inline constexpr int kBarriers = 2 * kStages + 2 * kAccumulators;
-inline constexpr int kTensorSlotAt = kBarriersAt + kBarriers * 8;
+inline constexpr int kBarriers = 2 * kStages + 2 * kAccumulators + 2 * kQueueEntries;
+inline constexpr int kQueueAt = kBarriersAt + kBarriers * 8;
+inline constexpr int kTensorSlotAt = kQueueAt + kQueueEntries * 4;
 inline constexpr int kSharedBytes = kTensorSlotAt + 8;
 static_assert(kSharedBytes <= 227 * 1024);
 /// A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The

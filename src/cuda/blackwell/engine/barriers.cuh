@@ -5,6 +5,9 @@
 //   empty[s]    each CTA   1, by commit                      loads       products before new loads
 //   d_full[a]   each CTA   1, by commit                      epilogue    products before reads of D
 //   d_empty[a]  even CTA   1 of each epilogue warp of both   products    reads of D before products
+//   queue_full[e]   each CTA   1, and the bytes of an index  readers     the index before its reads
+//   queue_empty[e]  odd CTA    kQueueReaders                 scheduler   reads before the next
+//   index
 //
 // The cluster barrier runs twice: after the mbarriers are initialised, and before tensor memory is
 // freed and a CTA exits, because the other CTA may still arrive at its mbarriers and multiply its
@@ -64,6 +67,15 @@ struct Cta {
   __device__ __forceinline__ Barrier d_empty(int accumulator) const {
     return barrier(2 * kStages + kAccumulators + accumulator);
   }
+  __device__ __forceinline__ ptx::Mbarrier queue_full(int entry) const {
+    return barrier(2 * kStages + 2 * kAccumulators + entry);
+  }
+  __device__ __forceinline__ ptx::Mbarrier queue_empty(int entry) const {
+    return barrier(2 * kStages + 2 * kAccumulators + kQueueEntries + entry);
+  }
+  __device__ __forceinline__ std::uint32_t queue_index(int entry) const {
+    return base + kQueueAt + entry * 4;
+  }
   __device__ __forceinline__ std::uint32_t tensor_slot() const { return base + kTensorSlotAt; }
 
   /// One thread initialises all barriers.
@@ -75,6 +87,10 @@ struct Cta {
     for (int i = 0; i < kAccumulators; i++) {
       d_full(i).init(1);
       d_empty(i).init(kCtas * kEpilogueWarps);
+    }
+    for (int e = 0; e < kQueueEntries; e++) {
+      queue_full(e).init(1);
+      queue_empty(e).init(kQueueReaders);
     }
     ptx::fence_barrier_init();
   }

@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_gathered(const DepthOperands& operands,
   constexpr int kLanes = kDepth / kRowWarps / kGatheredRows;
   const int first = (warp * kLanes + lane % kLanes) * kGatheredRows;
   const int group = lane / kLanes;
-  DepthTiles tiles(p);
+  DepthTiles tiles(p, cta, QueueReader::kWarp);
   StageRing ring;
   for (DepthTile tile; tiles.next(tile);) {
     const DepthSide side(tile, cta.rank, p.gathers_b != 0);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_gathered(const DepthOperands& operands,
 __device__ __forceinline__ void load_ordered(const DepthOperands& operands,
                                              const DepthTilesParams& p, const Cta& cta, int lane) {
   constexpr int kLanes = kDepth / kGatheredRows;
-  DepthTiles tiles(p);
+  DepthTiles tiles(p, cta, QueueReader::kWarp);
   StageRing ring;
   for (DepthTile tile; tiles.next(tile);) {
     const DepthSide side(tile, cta.rank, p.gathers_b == 0);

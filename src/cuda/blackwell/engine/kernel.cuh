@@ -52,7 +52,7 @@ struct DepthProductOf {
 template <class Product>
 __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, const Cta& cta,
                                              std::uint32_t tensor, int warp) {
-  typename Product::Tiles tiles(p.tiles);
+  typename Product::Tiles tiles(p.tiles, cta, QueueReader::kWarp);
   AccumulatorRing accumulator;
   for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
@@ -87,7 +87,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kEpilogueWarps) {
     finish_tiles<Product>(p, cta, tensor, warp);
   } else if (warp == kProductWarp) {
-    if (cta.rank == 0 && ptx::elect()) multiply_tiles<Product>(p, cta, tensor);
+    if (ptx::elect()) {
+      if (cta.rank != kSchedulerCta) {
+        multiply_tiles<Product>(p, cta, tensor);
+      } else if (p.tiles.tile_counter != nullptr) {
+        schedule_tiles(cta, p.tiles.tile_counter, Product::Tiles::count(p.tiles));
+      }
+    }
   } else if (warp == kColumnWarp) {
     begin_loads(p.order);
     Product::load_by_column_warp(p, cta, lane);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/blackwell/engine/barriers.cuh"
+#include "cuda/blackwell/engine/tile_queue.cuh"
 #include "cuda/blackwell/params.h"
 #include "cuda/blackwell/ptx/tensor_memory.cuh"
 #include "cuda/blackwell/ptx/umma.cuh"
@@ -16,7 +17,7 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& p
   const std::uint32_t operands = p.tiles.operands;
   const std::uint32_t step_a = ptx::next_16_of_k((operands & kMnMajorA) != 0);
   const std::uint32_t step_b = ptx::next_16_of_k((operands & kMnMajorB) != 0);
-  typename Product::Tiles tiles(p.tiles);
+  typename Product::Tiles tiles(p.tiles, cta, QueueReader::kThread);
   StageRing ring;
   AccumulatorRing accumulator;
   for (typename Product::Tile tile; tiles.next(tile);) {

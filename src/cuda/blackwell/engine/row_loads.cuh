@@ -23,7 +23,7 @@ __device__ __forceinline__ void for_each_k_tile(const Segment* segments, int cou
 __device__ __forceinline__ void load_rows(const Segment* segments, const RowTilesParams& p,
                                           const Cta& cta, int warp, int lane) {
   const int line = (warp * kLoadingLanes + lane) * kGatheredRows;
-  RowTiles tiles(p);
+  RowTiles tiles(p, cta, QueueReader::kWarp);
   StageRing ring;
   for (Tile tile; tiles.next(tile);) {
     const bool loads = lane < kLoadingLanes && line < tile.cta_rows;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rows(const Segment* segments, const RowTile
 /// of both CTAs.
 __device__ __forceinline__ void load_columns(const Segment* segments, const RowTilesParams& p,
                                              const Cta& cta) {
-  RowTiles tiles(p);
+  RowTiles tiles(p, cta, QueueReader::kThread);
   StageRing ring;
   for (Tile tile; tiles.next(tile);) {
     const std::uint32_t bytes = kCtas * (tile.cta_rows * kLineBytes + tile.boxes() * kBoxBytes);

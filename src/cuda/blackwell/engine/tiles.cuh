@@ -3,13 +3,14 @@
 // Row products: the tiles come from the tile records, which have up to 128 rows of an expert. A
 // tile has the rows of two records, or of an expert's odd last record alone. Tile t has record t /
 // column_tiles. If this is the second record of a tile, the tile is skipped: its rows belong to the
-// tile of the record before it. A pair's next tile is as many tiles away as there are pairs. Their
-// number is odd (pairs_of() in launch.cc): with an even one, some pairs could get only tiles to
-// skip.
+// tile of the record before it. In static
+// order a pair's next tile is as many tiles away as there are pairs. Their number is odd
+// (odd_pairs() in row_products.cc): with an even one, some pairs could get only tiles to skip.
 //
 // Depth products: the tiles of an expert's matrix follow each other, its columns first.
 #pragma once
 
+#include "cuda/blackwell/engine/tile_queue.cuh"
 #include "cuda/blackwell/params.h"
 
 namespace sonicmoe::cuda::blackwell {
@@ -44,20 +45,21 @@ __device__ __forceinline__ int half_columns_of(int columns) {
 /// Walks through the tiles of this pair. Every warp walks by itself.
 class RowTiles {
  public:
-  __device__ __forceinline__ explicit RowTiles(const RowTilesParams& p)
-      : p_(p),
-        next_(static_cast<int>(blockIdx.x) / kCtas),
-        count_(__ldca(p.record_count) * p.column_tiles) {}
+  __device__ __forceinline__ RowTiles(const RowTilesParams& p, const Cta& cta, QueueReader reader)
+      : p_(p), indices_(cta, p.tile_counter, reader), count_(count(p)) {}
+
+  static __device__ __forceinline__ int count(const RowTilesParams& p) {
+    return __ldca(p.record_count) * p.column_tiles;
+  }
 
   /// Sets `tile` to the next tile. False: there are no more.
   __device__ __forceinline__ bool next(Tile& tile) {
-    for (; next_ < count_; next_ += static_cast<int>(gridDim.x) / kCtas) {
-      const int record = next_ / p_.column_tiles;
+    for (int index = indices_.next(); index < count_; index = indices_.next()) {
+      const int record = index / p_.column_tiles;
       const int4 read = __ldca(reinterpret_cast<const int4*>(p_.records) + record);
       const int local = record - read.w;
       if (local % 2 != 0) continue;
-      tile = tile_of(read, local * kRecordRows, next_ - record * p_.column_tiles);
-      next_ += static_cast<int>(gridDim.x) / kCtas;
+      tile = tile_of(read, local * kRecordRows, index - record * p_.column_tiles);
       return true;
     }
     return false;
@@ -73,22 +75,27 @@ class RowTiles {
   }
 
   const RowTilesParams& p_;
-  int next_;
+  TileIndices indices_;
   int count_;
 };
 
 class DepthTiles {
  public:
-  __device__ __forceinline__ explicit DepthTiles(const DepthTilesParams& p)
-      : p_(p), next_(static_cast<int>(blockIdx.x) / kCtas) {}
+  __device__ __forceinline__ DepthTiles(const DepthTilesParams& p, const Cta& cta,
+                                        QueueReader reader)
+      : p_(p), indices_(cta, p.tile_counter, reader) {}
+
+  static __device__ __forceinline__ int count(const DepthTilesParams& p) {
+    return p.experts * p.row_tiles * p.column_tiles;
+  }
 
   __device__ __forceinline__ bool next(DepthTile& tile) {
+    const int index = indices_.next();
+    if (index >= count(p_)) return false;
     const int each = p_.row_tiles * p_.column_tiles;
-    if (next_ >= p_.experts * each) return false;
-    const int at = next_ / each;
-    const int in_expert = next_ - at * each;
+    const int at = index / each;
+    const int in_expert = index - at * each;
     const int row_tile = in_expert / p_.column_tiles;
-    next_ += static_cast<int>(gridDim.x) / kCtas;
     ExpertRecord expert{at, 0, 0, 0};
     if (p_.longest_first != nullptr) {
       const int4 read = __ldca(reinterpret_cast<const int4*>(p_.longest_first) + at);
@@ -111,7 +118,7 @@ class DepthTiles {
 
  private:
   const DepthTilesParams& p_;
-  int next_;
+  TileIndices indices_;
 };
 
 }  // namespace sonicmoe::cuda::blackwell
