@@ -271,6 +271,12 @@ static void test_forward_and_backward(void) {
   expect_near(dgate, want.dgate, E * N * D, "dgate");
   expect_near(dup, want.dup, E * N * D, "dup");
   expect_near(ddown, want.ddown, E * D * N, "ddown");
+  b.size = (uint32_t)offsetof(smoe_backward_args, kept_x);
+  expect(smoe_moe_backward(&p, &b, NULL) == SMOE_OK, "a struct of the version before kept_x");
+  b.size = sizeof(b);
+  b.kept_x = out;
+  expect_sentence(smoe_moe_backward(&p, &b, NULL), SMOE_INVALID_ARGUMENT,
+                  "kept_x is given, must be NULL: only an exchange keeps rows");
   for (slot = 0; slot < 4; ++slot) free(block[slot]);
 }
 
@@ -311,6 +317,10 @@ static void test_refusals(void) {
   v.x.dtype = SMOE_BF16;
   expect_sentence(smoe_moe_forward(&p, &f, NULL), SMOE_INVALID_ARGUMENT, "x is bf16, must be f32");
   v.x.dtype = SMOE_F32;
+  f.kept_x_bytes = 8;
+  expect_sentence(smoe_moe_forward(&p, &f, NULL), SMOE_INVALID_ARGUMENT,
+                  "kept_x is given, must be NULL: only an exchange keeps rows");
+  f.kept_x_bytes = 0;
   p.top_k = 0;
   expect_sentence(smoe_row_capacity(&p, &capacity), SMOE_INVALID_ARGUMENT,
                   "top_k is 0, must be at least 1");
@@ -494,6 +504,10 @@ static void test_exchange(void) {
   expect_sentence(smoe_exchange_open(&options, NULL, &exchange), SMOE_UNSUPPORTED,
                   "exchange_bytes is not served by the backend cpu, must run on another");
   expect_sentence(smoe_exchange_check(NULL, NULL), SMOE_INVALID_ARGUMENT,
+                  "exchange is null, must not be null");
+  expect_sentence(smoe_exchange_kept_bytes(NULL, NULL, NULL, NULL), SMOE_INVALID_ARGUMENT,
+                  "bytes is null, must not be null");
+  expect_sentence(smoe_exchange_kept_bytes(NULL, NULL, NULL, &bytes), SMOE_INVALID_ARGUMENT,
                   "exchange is null, must not be null");
 }
 

@@ -189,6 +189,15 @@ TEST(ChecksExchange, KeptRowsRefusals) {
     BegunBackward(reinterpret_cast<Exchange&>(b.exchange), b.problem, b.rows, b.grads, b.exec,
                   kept);
   };
+  const auto by_number = [&](const Buffer& kept) {
+    exchange_backward(reinterpret_cast<Exchange&>(b.exchange), b.problem, b.rows, b.grads,
+                      ExchangePart::kBegin, b.exec, kept);
+  };
+  Forward f;
+  const auto forward = [&](const Buffer& kept) {
+    exchange_forward(reinterpret_cast<Exchange&>(f.exchange), f.problem, f.rows, f.args,
+                     ExchangePart::kAll, f.exec, kept);
+  };
   constexpr std::int64_t kBytes = 2 * T * d * 2;
   EXPECT_EQ(exchange_kept_bytes(reinterpret_cast<Exchange&>(b.exchange), b.problem, b.exec),
             kBytes);
@@ -198,12 +207,20 @@ TEST(ChecksExchange, KeptRowsRefusals) {
        {std::pair{Buffer{kept.data, kBytes - 1},
                   "kept_x has 127 bytes, must have at least 128 bytes"},
         {Buffer{b.grads.dx.data, kBytes}, "kept_x overlaps dx, must be memory of its own"}}) {
-    try {
-      run(wrong);
-      ADD_FAILURE() << "accepted: " << sentence;
-    } catch (const Error& e) {
-      EXPECT_STREQ(e.what(), sentence);
+    for (const std::function<void(const Buffer&)>& call : {std::function(run), {by_number}}) {
+      try {
+        call(wrong);
+        ADD_FAILURE() << "accepted: " << sentence;
+      } catch (const Error& e) {
+        EXPECT_STREQ(e.what(), sentence);
+      }
     }
+  }
+  try {
+    forward({f.args.out.data, kBytes});
+    ADD_FAILURE() << "accepted kept rows in the output";
+  } catch (const Error& e) {
+    EXPECT_STREQ(e.what(), "kept_x overlaps out, must be memory of its own");
   }
 }
 

@@ -215,6 +215,10 @@ typedef struct smoe_forward_args {
   const void* fp8_weights; /* SMOE_PRECISION_FP8: written by smoe_quantize_weights; else NULL */
   int64_t fp8_weights_bytes;
   const smoe_lora* lora; /* optional */
+  /* Optional, smoe_exchange_forward only: smoe_exchange_kept_bytes for the rows of x that have
+   * come, which backward then reads instead of sending x again. SMOE_PART_COMPUTE reads it. */
+  void* kept_x;
+  int64_t kept_x_bytes;
 } smoe_forward_args;
 
 /* Arguments of smoe_moe_backward and smoe_exchange_backward, as BackwardArgs in moe.h. */
@@ -238,6 +242,8 @@ typedef struct smoe_backward_args {
   int64_t fp8_weights_bytes;
   const smoe_lora* lora;       /* as in forward */
   const smoe_lora* lora_grads; /* optional, any subset */
+  const void* kept_x;          /* optional, smoe_exchange_backward only: as forward wrote it */
+  int64_t kept_x_bytes;
 } smoe_backward_args;
 
 /* C of a problem, and the sizes in bytes of the buffers of a pass. */
@@ -469,6 +475,9 @@ SMOE_API smoe_status smoe_exchange_rows(smoe_exchange* exchange, const smoe_prob
 SMOE_API smoe_status smoe_exchange_sizes(const smoe_exchange* exchange, const smoe_problem* problem,
                                          int64_t rows, int32_t pass, const smoe_exec* exec,
                                          smoe_sizes* sizes);
+SMOE_API smoe_status smoe_exchange_kept_bytes(const smoe_exchange* exchange,
+                                              const smoe_problem* problem, const smoe_exec* exec,
+                                              int64_t* bytes);
 SMOE_API smoe_status smoe_exchange_forward(smoe_exchange* exchange, const smoe_problem* problem,
                                            int64_t rows, const smoe_forward_args* args,
                                            int32_t part, const smoe_exec* exec);

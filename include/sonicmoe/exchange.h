@@ -172,13 +172,15 @@ struct BegunBackward {
 /// A part of a step by its number, for callers that cannot hold an object; kAll runs all three.
 enum class ExchangePart : std::int32_t { kAll = 0, kBegin = 1, kCompute = 2, kFinish = 3 };
 
-/// The same steps by numbers, without kept_x. kBegin reads all arguments except a forward's `rows`
-/// and buffers; kCompute of a forward reads these, and no other part reads any. A part that is not
-/// the next one throws Status::kInvalidArgument.
+/// The same steps by numbers. kBegin reads all arguments except a forward's `rows` and buffers, to
+/// which kept_x belongs; kCompute of a forward reads these, and no other part reads any. A part
+/// that is not the next one throws Status::kInvalidArgument.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                                   const ForwardArgs& args, ExchangePart part, const Exec& exec);
+                                   const ForwardArgs& args, ExchangePart part, const Exec& exec,
+                                   const Buffer& kept_x = {});
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                                    const BackwardArgs& args, ExchangePart part, const Exec& exec);
+                                    const BackwardArgs& args, ExchangePart part, const Exec& exec,
+                                    const Buffer& kept_x = {});
 /// BegunForward::rows() after kBegin of a forward.
 SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Exec& exec);
 

@@ -227,4 +227,19 @@ BackwardArgs backward_args(const smoe_backward_args* args) {
   return backward;
 }
 
+Buffer kept_rows(const smoe_forward_args* args) {
+  const smoe_forward_args a = read(args, "args", kFirstForwardArgs);
+  return {a.kept_x, a.kept_x_bytes};
+}
+
+Buffer kept_rows(const smoe_backward_args* args) {
+  const smoe_backward_args a = read(args, "args", kFirstBackwardArgs);
+  return input_buffer(a.kept_x, a.kept_x_bytes);
+}
+
+void refuse_kept_rows(const Buffer& kept_x) {
+  if (kept_x.data == nullptr && kept_x.bytes == 0) return;
+  refuse(Status::kInvalidArgument, "kept_x is given, must be NULL: only an exchange keeps rows");
+}
+
 }  // namespace sonicmoe::capi

@@ -92,6 +92,11 @@ PackedWeights packed_weights(const smoe_packed_weights* given);
 Lora lora(const smoe_lora* given, const char* name);
 ForwardArgs forward_args(const smoe_forward_args* given);
 BackwardArgs backward_args(const smoe_backward_args* given);
+/// The field kept_x of the arguments of a step over ranks.
+Buffer kept_rows(const smoe_forward_args* given);
+Buffer kept_rows(const smoe_backward_args* given);
+/// Refuses kept rows in a call of the layer of one process.
+void refuse_kept_rows(const Buffer& kept_x);
 RouteOptions route_options(const smoe_route_options* given);
 RoundOptions round_options(const smoe_round_options* given);
 Pairs pairs(const smoe_pairs* given);

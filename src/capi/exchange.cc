@@ -81,12 +81,21 @@ smoe_status smoe_exchange_sizes(const smoe_exchange* exchange, const smoe_proble
   });
 }
 
+smoe_status smoe_exchange_kept_bytes(const smoe_exchange* exchange, const smoe_problem* problem,
+                                     const smoe_exec* exec, int64_t* bytes) {
+  return capi::guarded([&] {
+    capi::refuse_null(bytes, "bytes");
+    const Exchange& of = exchange_of(exchange);
+    *bytes = exchange_kept_bytes(of, capi::problem(problem), capi::exec(exec));
+  });
+}
+
 smoe_status smoe_exchange_forward(smoe_exchange* exchange, const smoe_problem* problem,
                                   int64_t rows, const smoe_forward_args* args, int32_t part,
                                   const smoe_exec* exec) {
   return capi::guarded([&] {
     exchange_forward(exchange_of(exchange), capi::problem(problem), rows, capi::forward_args(args),
-                     static_cast<ExchangePart>(part), capi::exec(exec));
+                     static_cast<ExchangePart>(part), capi::exec(exec), capi::kept_rows(args));
   });
 }
 
@@ -95,7 +104,8 @@ smoe_status smoe_exchange_backward(smoe_exchange* exchange, const smoe_problem* 
                                    const smoe_exec* exec) {
   return capi::guarded([&] {
     exchange_backward(exchange_of(exchange), capi::problem(problem), rows,
-                      capi::backward_args(args), static_cast<ExchangePart>(part), capi::exec(exec));
+                      capi::backward_args(args), static_cast<ExchangePart>(part), capi::exec(exec),
+                      capi::kept_rows(args));
   });
 }
 

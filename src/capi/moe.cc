@@ -97,14 +97,20 @@ smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* ex
 
 smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                              const smoe_exec* exec) {
-  return capi::guarded(
-      [&] { moe_forward(capi::problem(problem), capi::forward_args(args), capi::exec(exec)); });
+  return capi::guarded([&] {
+    const ForwardArgs given = capi::forward_args(args);
+    capi::refuse_kept_rows(capi::kept_rows(args));
+    moe_forward(capi::problem(problem), given, capi::exec(exec));
+  });
 }
 
 smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,
                               const smoe_exec* exec) {
-  return capi::guarded(
-      [&] { moe_backward(capi::problem(problem), capi::backward_args(args), capi::exec(exec)); });
+  return capi::guarded([&] {
+    const BackwardArgs given = capi::backward_args(args);
+    capi::refuse_kept_rows(capi::kept_rows(args));
+    moe_backward(capi::problem(problem), given, capi::exec(exec));
+  });
 }
 
 smoe_status smoe_grouped_gemm_scratch_bytes(int64_t rows, int64_t experts, const smoe_exec* exec,

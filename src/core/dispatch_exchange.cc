@@ -166,9 +166,10 @@ void ComputedStep::finish() && {
 }
 
 void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, ExchangePart part, const Exec& exec) {
+                      const ForwardArgs& args, ExchangePart part, const Exec& exec,
+                      const Buffer& kept_x) {
   checks::exchange_part(part);
-  const ExchangeBuffers buffers{args.h, args.saved, args.scratch};
+  const ExchangeBuffers buffers{args.h, args.saved, args.scratch, kept_x};
   if (part == ExchangePart::kAll) {
     const ExchangeStep begun = forward_step(exchange, problem, args, exec);
     const ExchangeStep step = with_buffers(exchange, begun, rows, buffers);
@@ -184,12 +185,13 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 }
 
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, ExchangePart part, const Exec& exec) {
+                       const BackwardArgs& args, ExchangePart part, const Exec& exec,
+                       const Buffer& kept_x) {
   checks::exchange_part(part);
   if (part == ExchangePart::kAll) {
-    BegunBackward(exchange, problem, rows, args, exec).compute().finish();
+    BegunBackward(exchange, problem, rows, args, exec, kept_x).compute().finish();
   } else if (part == ExchangePart::kBegin) {
-    BegunBackward(exchange, problem, rows, args, exec);
+    BegunBackward(exchange, problem, rows, args, exec, kept_x);
   } else if (part == ExchangePart::kCompute) {
     compute_backward(exchange, exec);
   } else {

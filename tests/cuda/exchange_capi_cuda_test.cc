@@ -237,6 +237,42 @@ TEST_F(ExchangeInC, StepsHaveTheBitsOfCpp) {
   EXPECT_TRUE(bits() == want) << "each pass in parts, with as many rows as were routed";
 }
 
+TEST_F(ExchangeInC, KeptRowsAreNotSentAgain) {
+  const Bits want = bits_of_cpp();
+  std::unique_ptr<DeviceArray> kept[kRanks];
+  for (std::int32_t r = 0; r < kRanks; ++r) {
+    std::int64_t bytes = 0;
+    CArgs& args = *ranks_[r].args;
+    expect_ok(smoe_exchange_kept_bytes(ranks_[r].exchange, &args.problem, &ranks_[r].exec, &bytes));
+    EXPECT_EQ(bytes, kRanks * kShape.tokens * kShape.hidden * 2);
+    kept[r] = std::make_unique<DeviceArray>(bytes);
+    args.forward.kept_x = kept[r]->data();
+    args.backward.kept_x = kept[r]->data();
+    args.forward.kept_x_bytes = args.backward.kept_x_bytes = bytes;
+  }
+  const auto forward_and_spoil = [&] {
+    poison();
+    for (const int part : kParts) forward(part);
+    must(cudaDeviceSynchronize());
+    for (Rank& rank : ranks_) {  // as another layer's step writes other rows
+      const auto& layout = reinterpret_cast<Exchange*>(rank.exchange)->layout;
+      must(cudaMemset(static_cast<char*>(rank.buffer->data()) + layout.x, 0xff,
+                      kRanks * kShape.tokens * kShape.hidden * 2));
+    }
+    DeviceArray::wait();
+  };
+  forward_and_spoil();
+  for (const int part : kParts) backward(part);
+  EXPECT_TRUE(bits() == want) << "in parts";
+  forward_and_spoil();
+  backward(SMOE_PART_ALL);
+  EXPECT_TRUE(bits() == want) << "backward as one call";
+  forward_and_spoil();
+  for (auto& rows : kept) rows->fill(0);
+  backward(SMOE_PART_ALL);
+  EXPECT_FALSE(bits() == want) << "backward does not read the rows that were kept";
+}
+
 TEST_F(ExchangeInC, SizesAreThoseOfCpp) {
   const Rank& r = ranks_[1];
   for (const Pass pass : {Pass::kInference, Pass::kForward, Pass::kBackward}) {

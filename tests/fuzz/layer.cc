@@ -1,5 +1,6 @@
 // Forward and backward of the layer against the oracle.
 #include <algorithm>
+#include <cstddef>
 
 #include "fuzz/world.h"
 #include "verify/convert.h"
@@ -210,6 +211,12 @@ const verify::Implementation& oracle_layer() {
   return oracle;
 }
 
+/// Only an exchange keeps rows. A struct of a version that ends before `offset` has no such field.
+void require_no_kept_rows(std::uint32_t size, std::size_t offset, std::int64_t bytes) {
+  if (size >= offset + sizeof(bytes) && bytes != 0)
+    throw Fault("kept rows are accepted by the layer");
+}
+
 void fuzz_forward(LayerCall& l) {
   World& w = l.w;
   Arg& out =
@@ -222,6 +229,7 @@ void fuzz_forward(LayerCall& l) {
   h.is_null = saved.is_null = !training;
   smoe_forward_args args = sized<smoe_forward_args>();
   w.size_field("args.size", &args.size);
+  w.field("kept_x_bytes", &args.kept_x_bytes);
   w.spoil(60);
   w.place();
   l.bind();
@@ -236,6 +244,7 @@ void fuzz_forward(LayerCall& l) {
   args.scratch = scratch.data;
   args.scratch_bytes = scratch.bytes;
   if (!w.call([&] { return smoe_moe_forward(&l.problem, &args, w.exec_pointer()); })) return;
+  require_no_kept_rows(args.size, offsetof(smoe_forward_args, kept_x_bytes), args.kept_x_bytes);
   ForwardArgs reference;
   reference.x = l.x->view();
   reference.routing = l.cpp_routing();
@@ -262,8 +271,9 @@ void fuzz_backward(LayerCall& l) {
   smoe_tensor ran = sized<smoe_tensor>();
   ran = {ran.size, l.problem.dtype, 2, 0, dense.data(), {T, d, 0}, {d, 1, 0}};
   smoe_forward_args f = sized<smoe_forward_args>();
-  f = {f.size,     0,           l.x->pointer(), &l.routing,    &l.weights, &ran, h.data, h.bytes,
-       saved.data, saved.bytes, scratch.data,   scratch.bytes, nullptr,    0,    nullptr};
+  f = {f.size,     0,           l.x->pointer(), &l.routing,    &l.weights, &ran, h.data,  h.bytes,
+       saved.data, saved.bytes, scratch.data,   scratch.bytes, nullptr,    0,    nullptr, nullptr,
+       0};
   if (smoe_moe_forward(&l.problem, &f, &w.exec) != SMOE_OK) throw Fault(smoe_last_error());
   ForwardArgs ours{l.x->view(), l.cpp_routing(), l.cpp_weights(), {}, {}, {}, {}};
   ours.out = tensor2(dense.data(), static_cast<DType>(l.problem.dtype), T, d);
@@ -286,6 +296,7 @@ void fuzz_backward(LayerCall& l) {
   args.grad_mode = mode;
   w.size_field("args.size", &args.size);
   w.field("grad_mode", &args.grad_mode);
+  w.field("kept_x_bytes", &args.kept_x_bytes);
   w.size_field("grads.size", &l.grads.size);
   w.spoil(60);
   w.place();
@@ -313,6 +324,7 @@ void fuzz_backward(LayerCall& l) {
     if (arg != nullptr && !w.spoilt()) *tensor = w.expected(*arg);
   }
   if (!w.call([&] { return smoe_moe_backward(&l.problem, &args, w.exec_pointer()); })) return;
+  require_no_kept_rows(args.size, offsetof(smoe_backward_args, kept_x_bytes), args.kept_x_bytes);
   if (w.spoilt()) return;
   want.x = ours.x = l.x->view();
   want.routing = l.cpp_routing();
