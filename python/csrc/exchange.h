@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -26,18 +27,40 @@ struct OpenedExchange {
   std::int32_t ranks = 0;
 };
 
+/// A step that runs as several operators, between which torch allocates and enqueues other work.
+struct RunningStep {
+  sonicmoe::Problem problem;
+  sonicmoe::Pass pass = sonicmoe::Pass::kForward;
+  void* stream = nullptr;  ///< on which it began
+  /// The memory that the step uses and its caller does not have: copies of arguments, scratch.
+  std::vector<std::shared_ptr<const void>> memory;
+
+  template <class T>
+  void hold(T held) {
+    memory.push_back(std::make_shared<const T>(std::move(held)));
+  }
+};
+
 /// The exchanges of this process. No exchange is ever closed, because a later backward or a CUDA
 /// graph may use it until the process ends.
 class Exchanges {
  public:
+  /// Never freed: a step may hold tensors, and torch may be gone when this library is unloaded.
   static Exchanges& of_process() {
-    static Exchanges exchanges;
+    static Exchanges& exchanges = *new Exchanges;
     return exchanges;
   }
   std::int64_t add(const OpenedExchange& opened) {
     const std::lock_guard lock(mutex_);
     opened_.push_back(opened);
+    running_.push_back(std::make_unique<RunningStep>());
     return static_cast<std::int64_t>(opened_.size()) - 1;
+  }
+  /// The step that an exchange runs. As all of an exchange, for one thread at a time.
+  RunningStep& running(std::int64_t number) {
+    at(number);
+    const std::lock_guard lock(mutex_);
+    return *running_[static_cast<std::size_t>(number)];
   }
   OpenedExchange at(std::int64_t number) {
     const std::lock_guard lock(mutex_);
@@ -51,6 +74,7 @@ class Exchanges {
  private:
   std::mutex mutex_;
   std::vector<OpenedExchange> opened_;
+  std::vector<std::unique_ptr<RunningStep>> running_;
 };
 
 #define SONICMOE_EXCHANGE_SHAPE(ARGUMENT)                              \
@@ -137,6 +161,7 @@ inline std::tuple<> exchange_check(StateCall& a) {
 inline std::tuple<> exchange_reset(StateCall& a) {
   const DeviceScope device(a.like);
   sonicmoe::exchange_reset(*Exchanges::of_process().at(a.exchange).exchange, device.exec());
+  Exchanges::of_process().running(a.exchange) = {};
   return {};
 }
 
@@ -163,45 +188,93 @@ struct ExchangeCall : LoraCall {
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
 
-/// A forward that has sent routing and rows.
-struct Begun {
-  sonicmoe::BegunForward forward;
+/// A step of a forward that has begun.
+struct BegunStep {
+  sonicmoe::Exchange& exchange;
+  const sonicmoe::Problem& problem;
+  const sonicmoe::Exec& exec;
+
   /// The row capacity of the step: as asked, or if kRoutedRows was asked the number of routed rows,
   /// but at least 1. (An H without elements would have a null address, and to the library a null H
   /// means inference.)
-  std::int64_t rows;
-
-  Begun(const ExchangeCall& c, std::int64_t asked, const Array& out, const sonicmoe::Exec& exec)
-      : forward(c.exchange(), c.layer.problem,
-                {c.layer.x,
-                 c.layer.routing,
-                 c.layer.weights,
-                 view(out, "out"),
-                 {},
-                 {},
-                 {},
-                 c.fp8.buffer(),
-                 c.lora},
-                exec),
-        rows(asked == kRoutedRows ? std::max<std::int64_t>(1, forward.rows()) : asked) {}
-
-  /// Computes this rank's experts and adds the partial sums of all ranks to the output.
-  void end(const sonicmoe::ExchangeBuffers& buffers) && {
-    std::move(forward).compute(rows, buffers).finish();
+  std::int64_t rows(std::int64_t asked) const {
+    if (asked != kRoutedRows) return asked;
+    return std::max<std::int64_t>(1, sonicmoe::exchange_rows(exchange, exec));
+  }
+  sonicmoe::Sizes sizes(std::int64_t rows, sonicmoe::Pass pass) const {
+    return sonicmoe::exchange_sizes(exchange, problem, rows, pass, exec);
+  }
+  /// Computes this rank's experts and sends partial sums.
+  void compute(std::int64_t rows, const sonicmoe::ExchangeBuffers& b) const {
+    sonicmoe::ForwardArgs args;
+    args.h = b.h;
+    args.saved = b.saved;
+    args.scratch = b.scratch;
+    sonicmoe::exchange_forward(exchange, problem, rows, args, sonicmoe::ExchangePart::kCompute,
+                               exec, b.kept_x);
   }
 };
+
+/// Waits for the partial sums of all ranks and adds them.
+inline void finish(sonicmoe::Exchange& exchange, sonicmoe::Pass pass, const sonicmoe::Exec& exec) {
+  sonicmoe::ComputedStep{&exchange, pass, exec}.finish();
+}
+
+/// Sends routing and rows of x. Returns the output, which finish() writes.
+inline Array begin_forward(const ExchangeCall& c, const Array& x, const sonicmoe::Exec& exec) {
+  Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
+  const Call& l = c.layer;
+  sonicmoe::BegunForward(
+      c.exchange(), l.problem,
+      {l.x, l.routing, l.weights, view(out, "out"), {}, {}, {}, c.fp8.buffer(), c.lora}, exec);
+  return out;
+}
+
+/// Returns the scratch, which the step uses until it has finished.
+inline Scratch compute_inference(const BegunStep& step, const Array& like, std::int64_t asked) {
+  const std::int64_t rows = step.rows(asked);
+  Scratch scratch(like, step.sizes(rows, sonicmoe::Pass::kInference).scratch_bytes);
+  step.compute(rows, {{}, {}, scratch.buffer()});
+  return scratch;
+}
+
+/// What a forward keeps, and its scratch. H.size(0) is the row capacity of the step, also if H is
+/// kept as codes: then H (rows, bytes) has at least the bytes of the codes and scales.
+struct ComputedForward {
+  Array h;
+  Array saved;
+  Array kept_x;  ///< kept rows of x, or nothing
+  Scratch scratch;
+};
+
+inline ComputedForward compute_forward(const BegunStep& step, const Array& like, std::int64_t asked,
+                                       bool keep_rows) {
+  const auto& problem = step.problem;
+  const std::int64_t rows = step.rows(asked);
+  const auto sizes = step.sizes(rows, sonicmoe::Pass::kForward);
+  const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
+  Array h = keeps_codes(problem)
+                ? empty(like, {rows, (sizes.h_bytes + rows - 1) / rows}, ScalarType::Byte)
+                : empty(like, {rows, width}, like.scalar_type());
+  Array saved = new_bytes(like, sizes.saved_bytes);
+  Scratch scratch(like, sizes.scratch_bytes);
+  const std::int64_t kept_bytes =
+      keep_rows ? sonicmoe::exchange_kept_bytes(step.exchange, problem, step.exec) : 0;
+  Array kept_x = kept_bytes == 0 ? nothing(like) : new_bytes(like, kept_bytes);
+  step.compute(rows, {lend(h), lend(saved), scratch.buffer(),
+                      kept_bytes == 0 ? sonicmoe::Buffer{} : lend(kept_x)});
+  return {h, saved, kept_x, std::move(scratch)};
+}
 
 using ExchangeInferenceCall = Joined<Layer, Factors, ExchangeNumber, ExchangeRows, Fp8Argument>;
 
 inline Array exchange_inference(ExchangeInferenceCall& a) {
   const DeviceScope device(a.x);
   const ExchangeCall c(a, a, a.exchange, a.fp8_weights, device.exec());
-  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  Begun begun(c, a.rows, out, device.exec());
-  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.layer.problem, begun.rows,
-                                              sonicmoe::Pass::kInference, device.exec());
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  std::move(begun).end({{}, {}, scratch.buffer()});
+  Array out = begin_forward(c, a.x, device.exec());
+  const auto scratch =
+      compute_inference({c.exchange(), c.layer.problem, device.exec()}, a.x, a.rows);
+  finish(c.exchange(), sonicmoe::Pass::kForward, device.exec());
   return out;
 }
 
@@ -213,39 +286,27 @@ struct KeepRows {
 using ExchangeForwardCall =
     Joined<Layer, MainGradients, Factors, ExchangeNumber, ExchangeRows, KeepRows, Fp8Argument>;
 
-/// (out, H, metadata, kept rows of x or nothing). H.size(0) is the row capacity of the step, also
-/// if H is kept as codes: then H (rows, bytes) has at least the bytes of the codes and scales.
+/// (out, H, metadata, kept rows of x or nothing)
 inline std::tuple<Array, Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
   const DeviceScope device(a.x);
   const ExchangeCall c(a, a, a.exchange, a.fp8_weights, device.exec());
-  const auto& problem = c.layer.problem;
-  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
-  Begun begun(c, a.rows, out, device.exec());
-  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, begun.rows,
-                                              sonicmoe::Pass::kForward, device.exec());
-  const bool coded = keeps_codes(problem);
-  const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
-  Array h = coded ? empty(a.x, {begun.rows, (sizes.h_bytes + begun.rows - 1) / begun.rows},
-                          ScalarType::Byte)
-                  : empty(a.x, {begun.rows, width}, a.x.scalar_type());
-  Array saved = new_bytes(a.x, sizes.saved_bytes);
-  const Scratch scratch(a.x, sizes.scratch_bytes);
-  const std::int64_t kept_bytes =
-      a.keep_rows ? sonicmoe::exchange_kept_bytes(c.exchange(), problem, device.exec()) : 0;
-  Array kept_x = kept_bytes == 0 ? nothing(a.x) : new_bytes(a.x, kept_bytes);
-  std::move(begun).end({lend(h), lend(saved), scratch.buffer(),
-                        kept_bytes == 0 ? sonicmoe::Buffer{} : lend(kept_x)});
-  return {out, h, saved, kept_x};
+  Array out = begin_forward(c, a.x, device.exec());
+  const ComputedForward computed =
+      compute_forward({c.exchange(), c.layer.problem, device.exec()}, a.x, a.rows, a.keep_rows);
+  finish(c.exchange(), sonicmoe::Pass::kForward, device.exec());
+  return {out, computed.h, computed.saved, computed.kept_x};
 }
 
 /// Computes a backward together with the other ranks. Either all ranks ask for dx, or no rank does;
-/// the same holds for dweights.
+/// the same holds for dweights. `end` gets the step when it has begun, and what it uses.
+template <class End>
 struct RunTogether {
   std::int64_t exchange;
   const MaybeArray& kept_x;
   const Factors& factors;
   const Factors& factor_grads;
   const MaybeArray& fp8_weights;
+  End end;
 
   void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                   const MaybeArray& dweights, sonicmoe::GradMode mode) const {
@@ -262,10 +323,30 @@ struct RunTogether {
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
     args.fp8_weights = c.fp8.buffer();
-    sonicmoe::BegunBackward(c.exchange(), c.layer.problem, rows, args, device.exec(),
-                            kept ? lend(*kept) : sonicmoe::Buffer{})
-        .compute()
-        .finish();
+    sonicmoe::BegunBackward begun(c.exchange(), c.layer.problem, rows, args, device.exec(),
+                                  kept ? lend(*kept) : sonicmoe::Buffer{});
+    end(std::move(begun), c.layer.problem, std::tuple(a, c, kept, scratch));
+  }
+};
+
+/// Computes and finishes a backward that has begun.
+struct EndAtOnce {
+  template <class Memory>
+  void operator()(sonicmoe::BegunBackward begun, const sonicmoe::Problem&, Memory) const {
+    std::move(begun).compute().finish();
+  }
+};
+
+/// Leaves the rest to exchange_compute_backward and exchange_finish.
+struct EndLater {
+  std::int64_t number;
+
+  template <class Memory>
+  void operator()(sonicmoe::BegunBackward begun, const sonicmoe::Problem& problem,
+                  Memory memory) const {
+    RunningStep& step = Exchanges::of_process().running(number);
+    step = {problem, sonicmoe::Pass::kBackward, begun.exec.stream, {}};
+    step.hold(std::move(memory));
   }
 };
 
@@ -277,16 +358,105 @@ using ExchangeBackwardCall = Joined<BackwardCall, Factors, ExchangeNumber, KeptX
 using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber, KeptX, Fp8Argument>;
 
 /// The gradients of the layer, then those of the factors.
-inline auto exchange_backward(ExchangeBackwardCall& a) {
+template <class End>
+auto gradients_together(ExchangeBackwardCall& a, End end) {
   const Factors grads = gradients_of(a.needs, a);
   const auto layer =
-      written_gradients(a, RunTogether{a.exchange, a.kept_x, a, grads, a.fp8_weights});
+      written_gradients(a, RunTogether<End>{a.exchange, a.kept_x, a, grads, a.fp8_weights, end});
   return std::tuple_cat(layer, all_or_nothing(grads, a.x));
 }
 
-inline FreshGradients exchange_backward_accumulate(ExchangeAccumulateCall& a) {
+template <class End>
+FreshGradients sums_together(ExchangeAccumulateCall& a, End end) {
   const Factors none;
-  return accumulated_gradients(a, RunTogether{a.exchange, a.kept_x, none, none, a.fp8_weights});
+  return accumulated_gradients(
+      a, RunTogether<End>{a.exchange, a.kept_x, none, none, a.fp8_weights, end});
+}
+
+inline auto exchange_backward(ExchangeBackwardCall& a) {
+  return gradients_together(a, EndAtOnce{});
+}
+inline FreshGradients exchange_backward_accumulate(ExchangeAccumulateCall& a) {
+  return sums_together(a, EndAtOnce{});
+}
+
+// ---- steps in parts ----------------------------------------------------------------------------
+// begin, compute and finish as operators of their own, on one CUDA stream. What the caller enqueues
+// between them runs while rows and partial sums travel. The caller keeps the tensors that it has
+// passed, and those that it gets, until finish; these hold results only after it.
+
+using ExchangeBeginCall = Joined<Layer, Factors, ExchangeNumber, Fp8Argument>;
+
+/// Returns the output.
+inline Array exchange_begin_forward(ExchangeBeginCall& a) {
+  const DeviceScope device(a.x);
+  const ExchangeCall c(a, a, a.exchange, a.fp8_weights, device.exec());
+  Array out = begin_forward(c, a.x, device.exec());
+  RunningStep& step = Exchanges::of_process().running(a.exchange);
+  step = {c.layer.problem, sonicmoe::Pass::kForward, device.exec().stream, {}};
+  step.hold(std::tuple(a, c));
+  return out;
+}
+
+/// The step that an exchange runs, which must have begun on this stream.
+inline RunningStep& running_step(std::int64_t number, const sonicmoe::Exec& exec) {
+  RunningStep& step = Exchanges::of_process().running(number);
+  if (step.memory.empty()) {
+    throw std::invalid_argument("exchange " + std::to_string(number) +
+                                " runs no step in parts, must have begun one");
+  }
+  if (step.stream != exec.stream) {
+    throw std::invalid_argument(
+        "a part of a step is called on another CUDA stream than its begin, must be called on the "
+        "same");
+  }
+  return step;
+}
+
+using ExchangeComputeCall = Joined<ExchangeDevice, ExchangeNumber, ExchangeRows>;
+using ExchangeRecordCall = Joined<ExchangeComputeCall, KeepRows>;
+
+inline std::tuple<> exchange_compute_inference(ExchangeComputeCall& a) {
+  const DeviceScope device(a.like);
+  RunningStep& step = running_step(a.exchange, device.exec());
+  sonicmoe::Exchange& exchange = *Exchanges::of_process().at(a.exchange).exchange;
+  step.hold(compute_inference({exchange, step.problem, device.exec()}, a.like, a.rows));
+  return {};
+}
+
+/// (H, metadata, kept rows of x or nothing)
+inline std::tuple<Array, Array, Array> exchange_compute_forward(ExchangeRecordCall& a) {
+  const DeviceScope device(a.like);
+  RunningStep& step = running_step(a.exchange, device.exec());
+  sonicmoe::Exchange& exchange = *Exchanges::of_process().at(a.exchange).exchange;
+  const ComputedForward computed =
+      compute_forward({exchange, step.problem, device.exec()}, a.like, a.rows, a.keep_rows);
+  step.hold(computed.scratch);
+  return {computed.h, computed.saved, computed.kept_x};
+}
+
+inline auto exchange_begin_backward(ExchangeBackwardCall& a) {
+  return gradients_together(a, EndLater{a.exchange});
+}
+inline FreshGradients exchange_begin_backward_accumulate(ExchangeAccumulateCall& a) {
+  return sums_together(a, EndLater{a.exchange});
+}
+
+inline std::tuple<> exchange_compute_backward(StateCall& a) {
+  const DeviceScope device(a.like);
+  running_step(a.exchange, device.exec());
+  sonicmoe::exchange_backward(*Exchanges::of_process().at(a.exchange).exchange, {}, 0, {},
+                              sonicmoe::ExchangePart::kCompute, device.exec());
+  return {};
+}
+
+/// Of forward or backward.
+inline std::tuple<> exchange_finish(StateCall& a) {
+  const DeviceScope device(a.like);
+  RunningStep& step = running_step(a.exchange, device.exec());
+  finish(*Exchanges::of_process().at(a.exchange).exchange, step.pass, device.exec());
+  step = {};
+  return {};
 }
 
 }  // namespace sonicmoe_torch

@@ -104,6 +104,13 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("exchange_forward", &box<&exchange_forward>);
   m.impl("exchange_backward", &box<&exchange_backward>);
   m.impl("exchange_backward_accumulate", &box<&exchange_backward_accumulate>);
+  m.impl("exchange_begin_forward", &box<&exchange_begin_forward>);
+  m.impl("exchange_compute_inference", &box<&exchange_compute_inference>);
+  m.impl("exchange_compute_forward", &box<&exchange_compute_forward>);
+  m.impl("exchange_begin_backward", &box<&exchange_begin_backward>);
+  m.impl("exchange_begin_backward_accumulate", &box<&exchange_begin_backward_accumulate>);
+  m.impl("exchange_compute_backward", &box<&exchange_compute_backward>);
+  m.impl("exchange_finish", &box<&exchange_finish>);
   m.impl("quantize_weights", &box<&quantize_weights>);
   m.impl("unpack_weights", &box<&unpack_weights>);
   m.impl("unpacking_inference", &box<&unpacking_inference>);
@@ -159,10 +166,19 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("exchange_inference", ExchangeInferenceCall::schema(), "Tensor");
   def("exchange_forward", ExchangeForwardCall::schema(),
       "(Tensor out, Tensor h, Tensor saved, Tensor kept_x)");
-  def("exchange_backward", ExchangeBackwardCall::schema(),
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  def("exchange_backward_accumulate", ExchangeAccumulateCall::schema(),
-      "(Tensor, Tensor, Tensor, Tensor)");
+  for (const char* name : {"exchange_backward", "exchange_begin_backward"}) {
+    def(name, ExchangeBackwardCall::schema(),
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  }
+  for (const char* name : {"exchange_backward_accumulate", "exchange_begin_backward_accumulate"}) {
+    def(name, ExchangeAccumulateCall::schema(), "(Tensor, Tensor, Tensor, Tensor)");
+  }
+  def("exchange_begin_forward", ExchangeBeginCall::schema(), "Tensor");
+  def("exchange_compute_inference", ExchangeComputeCall::schema(), "()");
+  def("exchange_compute_forward", ExchangeRecordCall::schema(),
+      "(Tensor h, Tensor saved, Tensor kept_x)");
+  def("exchange_compute_backward", StateCall::schema(), "()");
+  def("exchange_finish", StateCall::schema(), "()");
   def("quantize_weights", WeightsCall::schema(), "Tensor");
   def("unpack_weights", UnpackCall::schema(), "()");
   def("unpacking_inference", UnpackingCall::schema(), "Tensor");

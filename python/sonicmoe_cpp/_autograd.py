@@ -214,9 +214,24 @@ def layer_gradients(
     {by}_backward_accumulate if there are main gradients. `arguments` are dout, LAYER, h and saved;
     `last` are the operator's last arguments. Gradients that are not in `needs` are empty or None,
     and so are those that were added to main gradients."""
+    found = launch_gradients(by, arguments, needs, main_gradients, last)
+    return gathered(found, main_gradients)
+
+
+def launch_gradients(
+    by: str, arguments: tuple, needs: int, main_gradients: tuple, last: tuple = ()
+) -> list:
+    """The results of the operator of layer_gradients(), which gathered() names. An operator that
+    only begins a step has not written them yet."""
     if main_gradients[-1] is None:
         return call(f"{by}_backward", *arguments, needs, *last)
-    found = call(f"{by}_backward_accumulate", *arguments, needs, *main_gradients, *last)
+    return call(f"{by}_backward_accumulate", *arguments, needs, *main_gradients, *last)
+
+
+def gathered(found: list, main_gradients: tuple) -> list:
+    """The gradients of layer_gradients()."""
+    if main_gradients[-1] is None:
+        return found
     fresh = dict(zip(FRESH, found, strict=True))
     for bias in ("b_up", "b_down"):
         fresh[bias] = fresh[bias].to(fresh["x"].dtype)
@@ -287,7 +302,7 @@ def _add_all() -> None:
         **{n: routing(n) for n in ("route", "token_round", "expert_choice", "router_losses")},
     }
     backwards = [name for name in FAKES if name.endswith("_backward")]
-    add(rows, (*backwards, "exchange_backward"))
+    add(rows, (*backwards, "exchange_backward", "exchange_begin_backward"))
 
 
 # ---- calls ---------------------------------------------------------------------------------------

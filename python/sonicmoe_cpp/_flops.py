@@ -129,6 +129,10 @@ FORMULAS = {
     "exchange_forward": _lora_forward,
     "exchange_backward": _exchange_backward,
     "exchange_backward_accumulate": _backward,
+    # Of a step in parts, its begin counts the whole step.
+    "exchange_begin_forward": _lora_forward,
+    "exchange_begin_backward": _exchange_backward,
+    "exchange_begin_backward_accumulate": _backward,
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_k": _grouped_gemm_k,
 }

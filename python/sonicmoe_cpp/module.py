@@ -18,6 +18,7 @@ from . import _checks, _library
 from ._arguments import autocast_dtype
 from ._fake import check_format, fake_quantize
 from ._names import GATED, POINTWISE
+from ._router import Router
 from ._weights import LAYOUTS, Activation, activation_of
 from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import moe, moe_grouped, moe_pairs
@@ -85,27 +86,6 @@ def _whole(parameters, changed: bool):
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
-
-
-class Router(nn.Linear):
-    """A Linear without bias. If compute_dtype is given, it computes in this dtype, also under
-    autocast, and also if its weight has another dtype (after module.bfloat16(), or because FSDP2
-    gathers it in another dtype)."""
-
-    def __init__(self, hidden_size: int, num_experts: int, compute_dtype=None, **where):
-        super().__init__(hidden_size, num_experts, bias=False, **where)
-        self.compute_dtype = compute_dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not _checks.is_distributed(x):
-            _checks.not_distributed("router.weight", self.weight)
-        if self.compute_dtype is None:
-            return F.linear(x, self.weight)
-        x, weight = x.to(self.compute_dtype), self.weight.to(self.compute_dtype)
-        if autocast_dtype(x) is None:
-            return F.linear(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight)
 
 
 class MoE(nn.Module):
@@ -496,8 +476,8 @@ class MoE(nn.Module):
         return {}
 
     def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict, of_ids) -> tuple:
-        """(out, losses) of top-k and token rounding; `factor` is a result of one_or_nan(), and
-        of_ids(ids) computes the losses."""
+        """(out, factor of out or None, losses) of top-k and token rounding; `factor` is a result of
+        one_or_nan(), and of_ids(ids) computes the losses."""
         ids, weights = route(logits, self.top_k, **options)
         pairs = self._rounded(logits, options)
         found = []
@@ -509,13 +489,13 @@ class MoE(nn.Module):
         experts |= self._with_losses(losses)
         if pairs is not None:
             out = self._moe_pairs(rows, self._without(padding, pairs), experts)
-            return out * factor.to(out.dtype), found
+            return out, factor, found
         # The factor multiplies the routing weights, which are smaller than the output. All slots of
         # a token with a NaN go to expert 0: if all its logits are NaN, route() gave it no expert,
         # and its output would be 0 instead of NaN.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
-        return self._moe(rows, chosen, weights, experts), found
+        return self._moe(rows, chosen, weights, experts), None, found
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, losses), with the losses as router_losses() returns them."""
@@ -528,13 +508,21 @@ class MoE(nn.Module):
 
         return self._moe_pairs(rows, pairs, experts | self._with_losses(losses)), found
 
-    def _add_shared(self, out: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
+    def _shared_output(self, rows: Tensor, padding: Tensor | None) -> Tensor:
         begin = torch.zeros(1, dtype=torch.int64, device=rows.device)
         every = torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
         options = {"activation": self.activation, "gate_layout": self.gate_layout}
         options |= self._precision("shared", self._shared())
         shared = moe_grouped(rows, (begin, every), *self._shared(), **options)
-        return out + (shared if padding is None else shared.masked_fill(padding, 0.0))
+        return shared if padding is None else shared.masked_fill(padding, 0.0)
+
+    def _started(self) -> dict:
+        """Further arguments of the calls of the experts."""
+        return {}
+
+    def _come(self, out) -> Tensor:
+        """The output of a call of the experts, which over ranks may still be on its way."""
+        return out
 
     def forward(
         self,
@@ -551,6 +539,10 @@ class MoE(nn.Module):
         and losses and tokens_per_expert do not count them.
         grad_accum=(g_up, g_down), as in moe(): backward adds to these buffers.
         """
+        return self._end(*self._begin(x, selection_bias, padding_mask, grad_accum, self._started()))
+
+    def _begin(self, x, selection_bias, padding_mask, grad_accum, experts: dict) -> tuple:
+        """The part of forward that ends with the call of the experts: what _end() takes."""
         self._check_input(x, padding_mask)
         rows = x.reshape(-1, self.hidden_size)
         logits = routed = self.router(rows)
@@ -566,7 +558,7 @@ class MoE(nn.Module):
             if self.routing == "expert_choice":
                 raise ValueError('selection_bias is given, but routing is "expert_choice"')
             factor = factor * one_or_nan(bias)
-        experts = self._biases() | {"activation": self.activation}
+        experts |= self._biases() | {"activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
         experts |= self._precision("experts", self._weights())
         if grad_accum is not None:
@@ -575,7 +567,7 @@ class MoE(nn.Module):
             experts["grad_accum"] = grad_accum
         if self.routing == "expert_choice":
             out, losses = self._expert_choice(rows, routed, padding, experts)
-            out = out * factor.to(out.dtype)
+            of_out = factor
         else:
             mask = None if padding is None else padding.flatten()
             shape = x.shape[:-1] or (1,)
@@ -583,13 +575,22 @@ class MoE(nn.Module):
             def of_ids(ids: Tensor) -> tuple:
                 return self._losses(logits, ids, options, mask, shape)
 
-            out, losses = self._top_k(rows, routed, padding, factor, options, experts, of_ids)
-        if self.shared_experts > 0:
-            out = self._add_shared(out, rows, padding)
+            rest = (routed, padding, factor, options, experts, of_ids)
+            out, of_out, losses = self._top_k(rows, *rest)
         load_balancing, z, counts = losses
         factor = factor.prod()
         load_balancing, z = load_balancing * factor, z * factor
         loss = self.lb_coef * load_balancing + self.z_coef * z
-        if x.dim() != 2:  # not a view: FSDP2 hooks a module's output, and a view can lose the hook
-            out = torch.ops.aten._unsafe_view(out, x.shape)
-        return out, MoEAux(loss, load_balancing, z, counts, logits)
+        aux = MoEAux(loss, load_balancing, z, counts, logits)
+        return out, of_out, rows, padding, x.shape, aux
+
+    def _end(self, out, of_out, rows, padding, shape, aux: MoEAux) -> tuple[Tensor, MoEAux]:
+        shared = self._shared_output(rows, padding) if self.shared_experts > 0 else None
+        out = self._come(out)
+        if of_out is not None:
+            out = out * of_out.to(out.dtype)
+        if shared is not None:
+            out = out + shared
+        if len(shape) != 2:  # no view: FSDP2 hooks a module's output, and a view can lose the hook
+            out = torch.ops.aten._unsafe_view(out, shape)
+        return out, aux

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -45,6 +45,11 @@ WIDTH = 10
 # when it is first called, and then the host may wait for the device without a limit: for ever, if a
 # collective there waits for a lost rank.
 EARLY = 32
+NOT_FINISHED = (
+    "a step of this group has begun and is not finished: call finish() before the next call of the "
+    "group, or reset_exchange() on all ranks if what begin() returned is lost"
+)
+NO_LONGER = "this step has been given up by reset_exchange(), must begin again"
 
 
 def from_host(numbers: list, device: torch.device) -> Tensor:
@@ -71,6 +76,9 @@ class Group:
         self._served: set[str] = set()  # device types that the group can exchange
         self.name = group.group_name
         self._inside = False
+        # The step that runs in parts (begun.py): between its begin and its finish there is no other
+        # collective, so every rank has the same order of them.
+        self.step: object | None = None
         self.broken: str | None = None
         self.memory: dict = {}  # by dtype: PeerBuffers, which the group's layers share
         self.health = RankHealth(group)
@@ -133,23 +141,26 @@ class Group:
             self._inside = False
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self, step: object | None = None) -> Iterator[None]:
         """If an error is raised inside, reports it to the ranks that wait for this rank. If a
-        collective has run before the error, other ranks are in the middle of a call that this rank
-        leaves, so the group is broken."""
+        collective has run before the error, or a step has begun, other ranks are in the middle of a
+        call that this rank leaves, so the group is broken. `step` is the step in parts to which
+        this call belongs."""
         if self.broken is not None:
             raise ExpertParallelError(
                 f"the process group has been broken since an earlier call ({self.broken}): start "
                 "the processes again from a checkpoint"
             )
-        before = self.exchanges
+        before, begun = self.exchanges, self.step
         try:
+            if begun is not step:
+                raise RuntimeError(NOT_FINISHED if step is None else NO_LONGER)
             yield
         except (ExpertParallelError, _StopRecomputationError):
             raise
         except BaseException as error:
             sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500].rstrip(": ")
-            left = self.exchanges != before
+            left = self.exchanges != before or self.step not in (None, begun)
             self.health.failed(FOR_GOOD if left else self.moment, sentence)
             if left and self.broken is None:
                 self.broken = sentence
@@ -243,19 +254,26 @@ class Group:
         else:
             self._wait(work, device, timeout)
 
-    def all_to_all(
+    def send(
         self, rows: Tensor, sent: list[int], received: list[int], timeout: float
-    ) -> Tensor:
-        """Sends `rows`, which are ordered by destination rank. Returns the received rows, ordered
-        by source rank."""
+    ) -> Callable[[], Tensor]:
+        """Sends `rows`, which are ordered by destination rank. Returns a function that waits for
+        the rows of all ranks and returns them, ordered by source rank."""
         size = math.prod(rows.shape[1:])
         data = rows.contiguous().view(rows.shape[0], size).view(torch.uint8)
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         into = found.view(found.shape[0], size).view(torch.uint8)
-        self._place = "an exchange of rows"
         work = self._launch(dist.all_to_all_single, into, data, received, sent)
-        self._finish(work, rows.device, timeout)
-        return found
+
+        sending = [data]  # its memory is read until then
+
+        def wait() -> Tensor:
+            self._place = "an exchange of rows"
+            self._finish(work, found.device, timeout)
+            sending.clear()
+            return found
+
+        return wait
 
     def all_gather(self, values: Tensor, timeout: float) -> Tensor:
         """Gathers the values (...) of all ranks, whose shapes are equal, as (W, ...)."""

@@ -99,12 +99,18 @@ def _forward(*values):
     return given.out, given.host, places_of((*tensors, *given.kept)), *given.kept
 
 
-def _backward(dout, *values):
+def backward_arguments(dout, *values) -> tuple:
+    """The transport, and what its backward() and backward_parts() take."""
     tensors, rest = values[: len(TENSORS)], values[len(TENSORS) :]
     options, main_gradients, scales, needs, transport, host, places, *kept = rest
     expect_places((*tensors, *kept), places)
     call = call_of(tensors, options, main_gradients, scales)
-    found = transport.backward(dout, call, Forward(dout, tuple(kept), host), needs)
+    return transport, (dout, call, Forward(dout, tuple(kept), host), needs)
+
+
+def _backward(*values):
+    transport, arguments = backward_arguments(*values)
+    found = transport.backward(*arguments)
     return [found.get(name) for name in ALL_NEEDS]
 
 
@@ -165,28 +171,59 @@ def _call(arguments: tuple, request: Request, factors: dict | None, lists: int) 
     return call if factors is None else with_factors(call, **factors)
 
 
-def _run(
-    place: Place, *arguments, request: Request, factors: dict | None, lists: int, before: Callable
-) -> Tensor:
+class Prepared(NamedTuple):
+    """A call whose arguments are checked."""
+
+    call: Call
+    needs: int  # bits of ALL_NEEDS
+    transport: Transport
+    layer: int  # its number in the model
+
+    def rest(self) -> tuple:
+        """What backward_arguments() takes after the tensors."""
+        call = self.call
+        scales = None if call.factors is None else call.factors[4:]
+        return call.options, call.main_gradients, scales, self.needs, self.transport
+
+
+def _checked(arguments: tuple, request: Request, factors: dict | None, lists: int) -> tuple:
+    """The call of the arguments, and the gradients that this rank needs."""
     call = _call(arguments, request, factors, lists)
     refuse_transforms("moe_expert_parallel", tensors_of(call))
     if call.tensors.w_down.shape[0] == 0:
         raise ValueError("w_down has 0 experts, must have an equal number on all ranks")
     needs = _needs(call)
-    call = _without_gradients(call, needs)
-    if torch.compiler.is_compiling():
-        return _compiled(place, call, needs, before())
+    return _without_gradients(call, needs), needs
+
+
+def prepare(
+    place: Place,
+    arguments: tuple,
+    request: Request,
+    factors: dict | None,
+    lists: int,
+    before: Callable,
+) -> Prepared:
+    """All that comes before the rows of an eager call. The arguments are those of run()."""
+    call, needs = _checked(arguments, request, factors, lists)
     place.transport.group.check_device("x", call.tensors.x.device)
     place.transport.refuse(call)
     refuse_fp8(call)
     before()
     layer = int(place.number)
-    transport = place.transport.chosen(call, layer, needs)
+    return Prepared(call, needs, place.transport.chosen(call, layer, needs), layer)
+
+
+def _run(
+    place: Place, *arguments, request: Request, factors: dict | None, lists: int, before: Callable
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _compiled(place, *_checked(arguments, request, factors, lists), before())
+    prepared = prepare(place, arguments, request, factors, lists, before)
+    call, needs, transport, layer = prepared
     if not needs:
         return transport.forward(call, layer, needs).out
-    scales = None if call.factors is None else call.factors[4:]
-    rest = (call.options, call.main_gradients, scales, needs, transport, layer, call.fp8)
-    return _record(*tensors_of(call), *rest)
+    return _record(*tensors_of(call), *prepared.rest(), layer, call.fp8)
 
 
 def run(

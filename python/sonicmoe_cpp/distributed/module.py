@@ -13,10 +13,11 @@ from .. import _checks
 from .._call import score_dtype
 from ..fp8 import Request, request_of
 from ..lora import refuse_second
-from ..module import MoE
+from ..module import MoE, MoEAux
 from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
 from ._memory import number_of
+from .begun import Begun, begin
 from .layer import TIMEOUT, Place, make_transport, run
 from .lora import DividedLoRA, divide, divided_state, local
 from .peer import Limits
@@ -274,13 +275,21 @@ class ExpertParallelMoE(MoE):
     def _weights(self) -> tuple:
         return self._local("w_up"), self._local("w_down")
 
-    def _experts(self, form: str, rows, routing: tuple, experts: dict, lists: int = 1) -> Tensor:
+    def _started(self) -> dict:
+        # Shared experts run between begin and finish: while rows of x travel, in backward of dO.
+        apart = self.shared_experts > 0 and not torch.compiler.is_compiling()
+        return {"start": begin if apart else run}
+
+    def _come(self, out: Tensor | Begun) -> Tensor:
+        return out.finish() if isinstance(out, Begun) else out
+
+    def _experts(self, form: str, rows, routing: tuple, experts: dict, lists: int = 1):
         style = experts["activation"], experts["gate_layout"]
         weights = (*self._operands(), experts["b_up"], experts["b_down"])
         rest = rows, routing, weights, style, experts.get("grad_accum")
         request = request_of(*map(experts.get, Request._fields))
         more = {"factors": None if self.lora is None else self.lora(), "before": experts["losses"]}
-        return run(self.place, form, *rest, request=request, lists=lists, **more)
+        return experts["start"](self.place, form, *rest, request=request, lists=lists, **more)
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
         return self._experts("ids", rows, (ids, None, weights), experts)
@@ -357,3 +366,51 @@ class ExpertParallelMoE(MoE):
     def _forward_eagerly(self, x: Tensor, **options):
         with self.group.call():
             return super().forward(x, **options)
+
+    @torch.compiler.disable
+    def begin(
+        self,
+        x: Tensor,
+        *,
+        selection_bias: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        grad_accum: tuple | None = None,
+    ) -> BegunMoE:
+        """Begins a call with the arguments of forward: routes and sends rows of x. finish() of what
+        it returns gives forward's result, with the same bits. What runs between them, and in
+        backward what ran between them, runs while rows travel. All ranks call begin() and finish()
+        in the same order, and between them no other call of the group. Hooks of the module do not
+        run, so the layer itself must not be under fully_shard; its block may be."""
+        if hasattr(self, "unshard"):
+            raise TypeError(
+                "begin() is called on a layer under fully_shard, which gathers parameters only for "
+                "forward(): call forward(), or fully_shard the block alone"
+            )
+        options = (selection_bias, padding_mask, grad_accum)
+        with self.group.call():
+            return BegunMoE(self, self._begin(x, *options, {"start": begin}))
+
+
+class BegunMoE:
+    """A call of an ExpertParallelMoE that begin() has begun."""
+
+    def __init__(self, layer: ExpertParallelMoE, begun: tuple):
+        self._layer, self._begun = layer, begun
+        self._step: Begun = begun[0]
+
+    @torch.compiler.disable
+    def compute(self) -> None:
+        """Computes this rank's experts and sends partial sums: what runs from here to finish() runs
+        while these travel. Optional, but all ranks make the same calls."""
+        self._step.compute()
+
+    @torch.compiler.disable
+    def finish(self) -> tuple[Tensor, MoEAux]:
+        """Computes shared experts, waits for the partial sums of all ranks, and returns what
+        forward returns. RuntimeError if it is called twice."""
+        if self._begun is None:
+            raise RuntimeError("finish() is called twice, must be called once after begin()")
+        with self._layer.group.guarded(self._step):
+            found = self._layer._end(*self._begun)
+        self._begun = None
+        return found

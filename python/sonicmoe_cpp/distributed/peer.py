@@ -153,28 +153,57 @@ class PeerMemory(Transport):
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def forward(self, call, layer, needs) -> Forward:
-        tensors, options, main_gradients, factors, _ = call
-        factors = factors or NO_FACTORS
-        buffers = self.buffers(tensors.x)
+    def _opened(self, call: Call, layer: int, needs: int) -> tuple:
+        """Opens an exchange for the call. Returns its number, the row capacity for this rank's
+        experts, the call's options with the precision that the ranks choose, and codes."""
+        x, second = call.tensors.x, call.tensors.second
+        buffers = self.buffers(x)
         needed, precision = self.needed(call, layer, needs)
-        options = options._replace(precision=precision)
         codes = None if precision == PRECISION["tensors"] else call.fp8.codes()
-        problem = buffers.open(needed, tensors.x, self.timeout)
+        problem = buffers.open(needed, x, self.timeout)
         if problem is not None:
             raise RuntimeError(f'{problem}: use transport="all_to_all"')
-        place = (buffers.number, self.rows(needed, tensors.second is not None))
-        keep_rows = self.limits.keep_rows
+        rows = self.rows(needed, second is not None)
+        return buffers.number, rows, call.options._replace(precision=precision), codes
+
+    def _kept(self, h, saved, kept_x, codes, number: int, options) -> tuple[tuple, tuple]:
+        """Forward.kept and Forward.host."""
+        rows = (kept_x,) if self.limits.keep_rows else ()
+        return (h, saved, codes, *rows), (number, options.precision)
+
+    def forward(self, call, layer, needs) -> Forward:
+        """All parts as one operator, which takes less host time."""
+        number, rows, options, codes = self._opened(call, layer, needs)
+        factors, keep_rows = call.factors or NO_FACTORS, self.limits.keep_rows
+        layer_of = (*call.tensors, *options)
         with self.faults():
             if not needs:
-                given = (*tensors, *options, *factors, *place, codes)
+                given = (*layer_of, *factors, number, rows, codes)
                 return Forward(_ops.run("exchange_inference", *given))
-            given = (*tensors, *options, *main_gradients, *factors, *place)
-            out, h, saved, kept_x = _ops.run("exchange_forward", *given, keep_rows, codes)
-        rows = (kept_x,) if keep_rows else ()
-        return Forward(out, (h, saved, codes, *rows), (buffers.number, precision))
+            given = (*layer_of, *call.main_gradients, *factors, number, rows, keep_rows, codes)
+            out, *kept = _ops.run("exchange_forward", *given)
+        return Forward(out, *self._kept(*kept, codes, number, options))
 
-    def backward(self, dout, call, given, needs) -> dict:
+    def forward_parts(self, call, layer, needs):
+        number, rows, options, codes = self._opened(call, layer, needs)
+        x, factors = call.tensors.x, call.factors or NO_FACTORS
+        with self.faults():
+            given = (*call.tensors, *options, *factors, number, codes)
+            out = _ops.run("exchange_begin_forward", *given)
+        yield
+        with self.faults():
+            if needs:
+                given = (x, number, rows, self.limits.keep_rows)
+                kept = _ops.run("exchange_compute_forward", *given)
+            else:
+                _ops.run("exchange_compute_inference", x, number, rows)
+        yield
+        with self.faults():
+            _ops.run("exchange_finish", x, number)
+        return Forward(out, *self._kept(*kept, codes, number, options)) if needs else Forward(out)
+
+    def _backward_arguments(self, dout, call: Call, given: Forward, needs: int) -> tuple:
+        """What launch_gradients() of _autograd.py takes after its first argument."""
         h, saved, codes, *rows = given.kept
         number, precision = given.host
         options = call.options._replace(precision=precision)
@@ -182,12 +211,32 @@ class PeerMemory(Transport):
         last = (number, rows[0] if rows else None, codes)
         if call.main_gradients.g_down is None:
             last = (*(call.factors or NO_FACTORS), *last)
-        with self.faults():
-            found = _autograd.layer_gradients(
-                "exchange", arguments, needs | _ALWAYS, call.main_gradients, last
-            )
+        return arguments, needs | _ALWAYS, call.main_gradients, last
+
+    @staticmethod
+    def _named(found: list, needs: int) -> dict:
         each = zip(ALL_NEEDS.items(), found, strict=False)  # main gradients come without factors
         return {name: gradient for (name, bit), gradient in each if needs & bit}
+
+    def backward(self, dout, call, given, needs) -> dict:
+        """All parts as one operator."""
+        arguments = self._backward_arguments(dout, call, given, needs)
+        with self.faults():
+            found = _autograd.layer_gradients("exchange", *arguments)
+        return self._named(found, needs)
+
+    def backward_parts(self, dout, call, given, needs):
+        arguments = self._backward_arguments(dout, call, given, needs)
+        number, x = given.host[0], call.tensors.x
+        with self.faults():
+            found = _autograd.launch_gradients("exchange_begin", *arguments)
+        yield
+        with self.faults():
+            _ops.run("exchange_compute_backward", x, number)
+        yield
+        with self.faults():
+            _ops.run("exchange_finish", x, number)
+        return self._named(_autograd.gathered(found, call.main_gradients), needs)
 
     # ---- faults ----------------------------------------------------------------------------------
 
@@ -264,6 +313,7 @@ def reset_exchange(group=None, timeout: float = 600.0) -> None:
     for the device, and at most `timeout` seconds for the other ranks. If a rank does not come in
     this time, raises ExpertParallelError."""
     found, _ = _of_group(group, timeout)
+    found.step = None
     for buffers in found.memory.values():
         if buffers.like is None:
             continue

@@ -36,7 +36,7 @@ class AllTokens:
         size, rank = self.group.size, self.group.rank
         own, begin = self.tokens[rank], sum(self.tokens[:rank])
         copies = logits.detach().repeat(size, 1)
-        everyone = self.group.all_to_all(copies, [own] * size, self.tokens, self.timeout)
+        everyone = self.group.send(copies, [own] * size, self.tokens, self.timeout)()
         before, _, after = everyone.split([begin, own, self.total - begin - own])
         return _own(rule(torch.cat((before, logits, after))), begin, logits)
 

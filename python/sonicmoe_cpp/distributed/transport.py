@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,6 +117,20 @@ class Forward(NamedTuple):
     host: tuple = ()  # state in int
 
 
+Result = TypeVar("Result")
+# A step in parts: begin runs to the first yield, compute to the second, finish to the end.
+Parts = Generator[None, None, Result]
+
+
+def finished(parts: Parts[Result]) -> Result:
+    """Runs the parts of a step that are left, and returns its result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+
+
 class Transport(ABC):
     """Computes the layer together with the other ranks of `group`.
 
@@ -156,16 +170,23 @@ class Transport(ABC):
         return self
 
     @abstractmethod
-    def forward(self, call: Call, layer: int, needs: int) -> Forward:
+    def forward_parts(self, call: Call, layer: int, needs: int) -> Parts[Forward]:
         """Computes the output for this rank's tokens. The call has the form "ids" or "pairs": this
         rank's tokens, expert ids in [0, E), and the weights of this rank's experts. `layer` is the
         layer's number in the model, and `needs` are the bits of the gradients that this rank
-        needs."""
+        needs. Begin sends rows of x, compute sends partial sums."""
 
     @abstractmethod
-    def backward(self, dout: Tensor, call: Call, given: Forward, needs: int) -> dict:
+    def backward_parts(self, dout: Tensor, call: Call, given: Forward, needs: int) -> Parts[dict]:
         """The gradients by name, those in `needs`. A gradient that was added to a main gradient is
-        None. `given` is the result of forward; `given.out` is not read."""
+        None. `given` is the result of forward; `given.out` is not read. Begin sends rows of dO and
+        x, compute sends dX."""
+
+    def forward(self, call: Call, layer: int, needs: int) -> Forward:
+        return finished(self.forward_parts(call, layer, needs))
+
+    def backward(self, dout: Tensor, call: Call, given: Forward, needs: int) -> dict:
+        return finished(self.backward_parts(dout, call, given, needs))
 
 
 def as_pairs(tensors: Tensors) -> Tensors:
@@ -192,7 +213,7 @@ class RowTransport(Transport):
 
     keep_rows: bool  # see ExpertParallelMoE
 
-    def forward(self, call, layer, needs) -> Forward:
+    def forward_parts(self, call, layer, needs):
         for name, given in zip(own_experts.TENSORS, call.tensors[:4], strict=False):
             if given is not None:
                 _checks.memory(name, given)
@@ -201,41 +222,52 @@ class RowTransport(Transport):
             needs |= AGAIN
         routes = self.routes(token, expert, Facts.of(call, layer, needs, self.group.rank))
         codes = None if routes.precision == PRECISION["tensors"] else call.fp8.codes()
-        rows = self.dispatch(x, routes)
-        row_weights = self.dispatch_weights(weights, routes)
+        come = self.dispatch(x, routes), self.dispatch_weights(weights, routes)
+        yield
+        rows, row_weights = (wait() for wait in come)
+        del come  # it holds what was sent
         local = _of_rows(call, rows, routes, row_weights)
         if not routes.needs:
-            partial = own_experts.inference(local, codes)
-            return Forward(self.combine(partial, routes, x.shape[0]))
+            sums = self.combine(own_experts.inference(local, codes), routes, x.shape[0])
+            yield
+            return Forward(sums())
         partial, h, saved = own_experts.forward(local, codes)
-        out = self.combine(partial, routes, x.shape[0])
+        sums = self.combine(partial, routes, x.shape[0])
+        yield
+        out = sums()
         kept = (h, saved, codes, row_weights, *routes.tensors())
         if needs & own_experts.OF_X and not routes.needs & AGAIN:
             kept = (*kept, rows)
         return Forward(out, kept, routes.numbers())
 
-    def backward(self, dout, call, given, needs) -> dict:
+    def backward_parts(self, dout, call, given, needs):
         x, weights = call.tensors.x, call.tensors.weights
         h, saved, codes, row_weights, *rest = given.kept
         for kept in (x, row_weights, *rest):  # read by torch; the library checks the other ones
             _checks.memory("a tensor kept for backward", kept)
         routes = Routes.of(given.host, rest[:4])
         self.begin_backward(routes)
-        drows = self.dispatch(dout, routes)
+        come = [self.dispatch(dout, routes)]
         if routes.needs & AGAIN:
-            rows = self.dispatch(x, routes)
-        else:
-            rows = rest[4] if len(rest) > 4 else torch.empty_like(drows)
+            come.append(self.dispatch(x, routes))
+        yield
+        drows, *again = (wait() for wait in come)
+        del come
+        rows = again[0] if again else rest[4] if len(rest) > 4 else torch.empty_like(drows)
         local = _of_rows(call, rows, routes, row_weights)
         # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
         # parts of a rank's gradient come from the other ranks.
         shared = routes.needs & (NEEDS["x"] | NEEDS["weights"])
         gradients = own_experts.backward(drows, local, needs | shared, (h, saved), codes)
+        come = {}
         if shared & NEEDS["x"]:
-            gradients["x"] = self.combine(gradients["x"], routes, x.shape[0])
+            come["x"] = self.combine(gradients["x"], routes, x.shape[0])
         if shared & NEEDS["weights"]:
-            back = self.return_weights(gradients["weights"], routes, weights.numel())
-            gradients["weights"] = back.view(weights.shape)
+            come["weights"] = self.return_weights(gradients["weights"], routes, weights.numel())
+        yield
+        gradients |= {name: wait() for name, wait in come.items()}
+        if shared & NEEDS["weights"]:
+            gradients["weights"] = gradients["weights"].view(weights.shape)
         wanted = [name for name, bit in own_experts.ALL_NEEDS.items() if needs & bit]
         return {name: gradients[name] for name in wanted}
 
@@ -249,23 +281,25 @@ class RowTransport(Transport):
     def begin_backward(self, routes: Routes) -> None:
         """Called once in a backward, before dispatch()."""
 
-    @abstractmethod
-    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
-        """Sends rows of x (T, d) and returns the rows received, (sum of received_rows, d)."""
+    # These four begin to send, and return a function that waits for what comes and returns it.
 
     @abstractmethod
-    def combine(self, rows: Tensor, routes: Routes, tokens: int) -> Tensor:
+    def dispatch(self, x: Tensor, routes: Routes) -> Callable[[], Tensor]:
+        """Sends rows of x (T, d). Gives the rows received, (sum of received_rows, d)."""
+
+    @abstractmethod
+    def combine(self, rows: Tensor, routes: Routes, tokens: int) -> Callable[[], Tensor]:
         """Sends `rows`, in the order of dispatch()'s result, back to the ranks of their tokens.
-        Returns (T, d): for each token the sum of its rows, in fp32 (fp64 for fp64) and in the order
+        Gives (T, d): for each token the sum of its rows, in fp32 (fp64 for fp64) and in the order
         of the ranks, rounded to the dtype."""
 
     @abstractmethod
-    def dispatch_weights(self, weights: Tensor, routes: Routes) -> Tensor:
-        """Sends the weights (C,) of the caller's pairs. Returns the weights of received pairs."""
+    def dispatch_weights(self, weights: Tensor, routes: Routes) -> Callable[[], Tensor]:
+        """Sends the weights (C,) of the caller's pairs. Gives the weights of received pairs."""
 
     @abstractmethod
-    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
-        """Sends the gradients of received pairs back. Returns the gradients (C,) of the caller's
+    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Callable[[], Tensor]:
+        """Sends the gradients of received pairs back. Gives the gradients (C,) of the caller's
         weights, 0 for a pair that was not sent."""
 
 
@@ -348,7 +382,7 @@ class AllToAll(RowTransport):
         sent_start, received_start, pairs = from_host(layout, key.device)
         local = expert[slot] - target * facts.experts
         numbers = torch.stack((row - sent_start[target], local), 1).int()
-        numbers = self.group.all_to_all(numbers, sent[1], received[1], self.timeout)
+        numbers = self.group.send(numbers, sent[1], received[1], self.timeout)()
         source = received_start.repeat_interleave(pairs, output_size=sum(received[1]))
         row, local = numbers.unbind(1)
         row = row + source.int()
@@ -386,27 +420,34 @@ class AllToAll(RowTransport):
             of_ranks = [row[:1] for row in found]
             self.group.agree(("the call differentiated",), (routes.call,), of_ranks)
 
-    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+    def dispatch(self, x: Tensor, routes: Routes) -> Callable[[], Tensor]:
         rows = x.index_select(0, routes.token)
-        return self.group.all_to_all(rows, routes.sent_rows, routes.received_rows, self.timeout)
+        return self.group.send(rows, routes.sent_rows, routes.received_rows, self.timeout)
 
-    def combine(self, rows: Tensor, routes: Routes, tokens: int) -> Tensor:
-        back = self.group.all_to_all(rows, routes.received_rows, routes.sent_rows, self.timeout)
-        total = back.new_zeros((tokens, back.shape[1]), dtype=score_dtype(back))
-        for token, part in zip(
-            routes.token.split(routes.sent_rows), back.split(routes.sent_rows), strict=True
-        ):
-            total.index_add_(0, token, part.to(total.dtype))
-        return total.to(back.dtype)
+    def combine(self, rows: Tensor, routes: Routes, tokens: int) -> Callable[[], Tensor]:
+        come = self.group.send(rows, routes.received_rows, routes.sent_rows, self.timeout)
 
-    def dispatch_weights(self, weights: Tensor, routes: Routes) -> Tensor:
+        def total() -> Tensor:
+            back, sizes = come(), routes.sent_rows
+            total = back.new_zeros((tokens, back.shape[1]), dtype=score_dtype(back))
+            for token, part in zip(routes.token.split(sizes), back.split(sizes), strict=True):
+                total.index_add_(0, token, part.to(total.dtype))
+            return total.to(back.dtype)
+
+        return total
+
+    def dispatch_weights(self, weights: Tensor, routes: Routes) -> Callable[[], Tensor]:
         sent = weights.index_select(0, routes.slot)
-        return self.group.all_to_all(sent, routes.sent_pairs, routes.received_pairs, self.timeout)
+        return self.group.send(sent, routes.sent_pairs, routes.received_pairs, self.timeout)
 
-    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
-        back = self.group.all_to_all(
-            gradients, routes.received_pairs, routes.sent_pairs, self.timeout
-        )
-        found = back.new_zeros(slots)
-        found[routes.slot] = back
+    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Callable[[], Tensor]:
+        sizes = routes.received_pairs, routes.sent_pairs
+        come = self.group.send(gradients, *sizes, self.timeout)
+
+        def found() -> Tensor:
+            back = come()
+            found = back.new_zeros(slots)
+            found[routes.slot] = back
+            return found
+
         return found

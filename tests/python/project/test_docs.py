@@ -70,6 +70,22 @@ def test_example_of_expert_parallelism(tmp_path):
     assert re.findall(r"step (\d+)", out) == ["0", "20", "40"] and losses[2] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
+def test_example_of_two_micro_batches(tmp_path):
+    """Interleaved micro-batches have the losses of micro-batches in turn, also after steps of the
+    optimizer."""
+    script = ROOT / "examples/two_micro_batches.py"
+    if not script.is_file():
+        pytest.skip("this copy has no examples")
+    sizes = ("--steps", "3", "--layers", "2", "--tokens", "16")
+    found = []
+    for options in (sizes, (*sizes, "--in-turn")):
+        out = run_on_two_processes(tmp_path, script, *options)
+        (line,) = (line for line in out.splitlines() if line.startswith("losses"))
+        found.append(line.split()[1:])
+    assert found[0] == found[1] and len(set(found[0])) == 3
+
+
 # torch's process groups sometimes abort while the interpreter is torn down
 # (github.com/pytorch/pytorch/pull/179291), so these processes end without a teardown.
 WITHOUT_TEARDOWN = """

@@ -25,6 +25,7 @@ import expert_parallel_fp8 as expert_parallel_fp8
 import expert_parallel_functions as expert_parallel_functions
 import expert_parallel_lora as expert_parallel_lora
 import expert_parallel_modules as expert_parallel_modules
+import expert_parallel_parts as expert_parallel_parts
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist

@@ -53,10 +53,19 @@ def call_of(arguments, main_gradients=(), factors=(), codes=None) -> Call:
     return Call(tensors, options, main_gradients, factors, fp8)
 
 
+class Running(NamedTuple):
+    """A step in parts: what its last operators need."""
+
+    arguments: tuple
+    outputs: list  # tensors that the begin has returned
+    found: list  # their values, which the finish writes to them
+
+
 class Fake:
     """The exchanges of a process. `calls` counts operators by name."""
 
     def __init__(self):
+        self.running: dict[int, Running] = {}
         self.opened: list[Opened] = []
         self.calls: dict[str, int] = {}
         self.kept: dict[int, Forward] = {}
@@ -88,6 +97,7 @@ class Fake:
 
     def reset(self, like, number) -> None:
         self.fault = None
+        self.running.pop(number, None)
 
     def of(self, call: Call, number: int, keep_rows: bool = False) -> AllToAll:
         self.check(None, number)
@@ -135,6 +145,48 @@ class Fake:
         named = dict(zip(ALL_NEEDS, found, strict=True))
         return [named[name] for name in FRESH]
 
+    # Steps in parts: results are NaN until the finish.
+
+    def begin_forward(self, x, *rest):
+        *_, number, _ = rest
+        assert number not in self.running
+        self.running[number] = Running((x, *rest), [torch.full_like(x, torch.nan)], [])
+        return self.running[number].outputs[0]
+
+    def compute_inference(self, like, number: int, rows: int) -> None:
+        step = self.running[number]
+        *arguments, _, codes = step.arguments
+        step.found.append(self.inference(*arguments, number, rows, codes))
+
+    def compute_forward(self, like, number: int, rows: int, keep_rows: bool):
+        step = self.running[number]
+        *arguments, _, codes = step.arguments
+        layer, factors = arguments[:LAYER], arguments[LAYER:]
+        rest = (None, None, None, *factors, number, rows, keep_rows, codes)
+        out, *kept = self.forward(*layer, *rest)
+        step.found.append(out)
+        return kept
+
+    def begin(self, found: list, number: int):
+        assert number not in self.running
+        outputs = [torch.full_like(g, torch.nan) for g in found]
+        self.running[number] = Running((), outputs, found)
+        return outputs
+
+    def begin_backward(self, *arguments):
+        return self.begin(self.backward(*arguments), arguments[-3])
+
+    def begin_backward_accumulate(self, *arguments):
+        return self.begin(self.backward_accumulate(*arguments), arguments[-3])
+
+    def compute_backward(self, like, number: int) -> None:
+        assert number in self.running
+
+    def finish(self, like, number: int) -> None:
+        _, outputs, found = self.running.pop(number)
+        for output, values in zip(outputs, found, strict=True):
+            output.copy_(values)
+
 
 class FakeMemory:
     """Stands in for the ways to map peer memory. The tests make its steps fail by `problem`."""
@@ -179,6 +231,7 @@ def install() -> Fake:
         )
 
     _ops.run, _autograd.call = fake.run, call
+    torch.cuda.synchronize = lambda device=None: None  # reset_exchange() calls it
     buffers.PeerBuffers._open_by = opens
     peer.served = lambda x: x.device.type == "cpu" and x.dtype != torch.float64
     _memory.WAYS = (FakeMemory,)
