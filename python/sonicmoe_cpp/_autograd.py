@@ -163,13 +163,15 @@ def recorded(
     def forward(ctx, *arguments):
         inputs = arguments[-1]
         outputs = kernel(*inputs)
-        values = (*inputs, *outputs)
-        ctx.set_materialize_grads(always)
+        values = inputs + outputs
+        if not always:
+            ctx.set_materialize_grads(False)
         ctx.rest = rest_of(values)
-        ctx.save_for_backward(*saved_of(values), *values[end:])
         if returns_all:
+            ctx.save_for_backward(*saved_of(values))
             ctx.mark_non_differentiable(*outputs[1:])
             return outputs
+        ctx.save_for_backward(*saved_of(values), *values[end:])
         return outputs[0]
 
     def backward(ctx, gradient, *_):
