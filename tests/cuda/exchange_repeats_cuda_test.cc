@@ -126,11 +126,17 @@ TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
   }
 }
 
-/// The small form of the test above, for the emulator. An expert has about 50 rows of each rank, or
-/// 18: so records have rows of three ranks, or of four.
+/// The small form of the test above, for the emulator. An expert has about 45 rows of each rank, or
+/// 16: so records have rows of three ranks, or of four. The links limit these shapes, so that Y
+/// follows A; the first one has more work for each row.
 TEST(ExchangeRepeats, FourRanksInAnyGroups) {
-  for (const std::int64_t tokens : {100, 36}) {
-    const RankShape shape{.tokens = tokens, .hidden = 136, .width = 72, .experts = 8, .top_k = 4};
+  const RankShape narrow{.tokens = 100, .hidden = 136, .width = 72, .experts = 8, .top_k = 4};
+  RankShape wide = narrow, few = narrow;
+  wide.tokens = 40;
+  wide.width = 376;
+  wide.top_k = 8;
+  few.tokens = 36;
+  for (const RankShape& shape : {wide, narrow, few}) {
     Group push(shape, options_of(shape, 4, ExchangeTransport::kPush));
     Group copy(shape, options_of(shape, 4, ExchangeTransport::kCopy));
     route(push);

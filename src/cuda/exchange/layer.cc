@@ -20,9 +20,9 @@
 //   aside     own rows of dO, x                 | dX 1 2 3  dS   dX own
 //   sending   dO 1 2 3 ---> x 1 2 3 --->            | 1 ---> 2 ---> 3 --->
 //
-// In a narrow layer with three other ranks, Y of a list follows A of it (follows_arrivals()). A
-// record may have rows of rank 1 and of rank 2. It is in the list of rank 2, so the sums of rank 1
-// follow Y of that list:
+// If the links limit a layer with three other ranks, Y of a list follows A of it
+// (follows_arrivals()). A record may have rows of rank 1 and of rank 2. It is in the list of rank
+// 2, so the sums of rank 1 follow Y of that list:
 //
 //   forward   A own | A 1  Y 1 | A 2  Y 2  O 1 | A 3  Y 3  O 2  O 3 | Y own | O own
 //   sending   x 1 2 3 --->                  1 --->             2 3 --->
@@ -76,16 +76,27 @@ SourceGroups divided(const ExchangeShape& shape, int groups) {
 
 bool has_factors(const Run& run) { return run.layer.up_rank != 0 || run.layer.down_rank != 0; }
 
-/// Whether Y of a list is computed behind A of this list. Not beside low-rank factors, because U
-/// has one launch over all rows.
+/// n times the pairs of this rank's tokens, for each row of d elements that it sends: K n / (W -
+/// 1).
+std::int64_t work_per_row(const Run& run) {
+  const std::int64_t sent = (run.exchange.shape.ranks - 1) * run.problem.tokens;
+  return row_capacity(run.problem) * run.layer.width / std::max<std::int64_t>(sent, 1);
+}
+
+/// Below this work_per_row() rows of other ranks take longer to come than A takes, at 700 TFLOP/s
+/// and 370 GB/s.
+constexpr std::int64_t kLinkBound = 1000;
+
+/// Whether Y of a list is computed behind A of this list. Then sums are sent before all rows have
+/// come, but most of them one list later, which costs a layer time that the links do not limit. Not
+/// beside low-rank factors, because U has one launch over all rows.
 bool follows_arrivals(const Run& run, const SplitLists& lists) {
-  return lists.arrivals.groups > 1 && !has_factors(run);
+  return lists.arrivals.groups > 1 && work_per_row(run) < kLinkBound && !has_factors(run);
 }
 
 /// The lists of a pass. A launch more costs a product of a wide layer a few percent of its time. In
-/// a narrow layer the transfers take longer than the products, so each launch should begin when its
-/// rows come and end when its sums can be sent. There Y has the lists of A (follows_arrivals()),
-/// and there are no lists `sums`.
+/// a narrow layer each launch should begin when its rows come and end when its sums can be sent. If
+/// Y has the lists of A (follows_arrivals()), there are no lists `sums`.
 ///
 /// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would
 /// wait for all rows before the product with the weights begins.
