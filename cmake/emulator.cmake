@@ -170,6 +170,10 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
+  add_test(NAME Emulated.BlackwellMutations
+           COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_mutations.py
+                   $<TARGET_FILE:sonicmoe_emulated_tests>)
+  set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 300)
   add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
   add_test(NAME Emulated.BlackwellFaults
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py

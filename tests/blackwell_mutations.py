@@ -143,7 +143,7 @@ def changed_barriers():
     )
     yield (
         "full: half of the bytes",
-        r"\s*mbarrier\.arrive\.expect_tx",
+        r"\s*mbarrier\.arrive\.expect_tx\.shared::cta",
         None,
         (lambda line: with_scratch(line, 1, "shr.u32", 1, 32)),
     )
