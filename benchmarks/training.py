@@ -64,6 +64,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: one program a GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
+    parser.add_argument(
+        "--capacity", type=float, default=0, help="of divided experts; 0: the host waits for rows"
+    )
+    parser.add_argument(
+        "--keep-rows", type=int, default=0, help="1: divided experts keep the rows of x"
+    )
     parser.add_argument("--settle", type=int, default=0, help="first steps, to balance the routing")
     parser.add_argument("--warm-up", type=int, default=20, help="of the learning rate, in steps")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
@@ -146,6 +152,7 @@ class Driver:
         given |= {"tokens": options.tokens, "sequence": options.sequence}
         given |= {"micro-batches": options.micro_batches, "reduce": options.reduce}
         given |= {"settle": options.settle, "warm-up": options.warm_up}
+        given |= {"capacity": options.capacity, "keep-rows": options.keep_rows}
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
     def run(self, run: Run) -> dict | str:
@@ -248,6 +255,7 @@ def described_by(options) -> dict:
     """The settings that all rows of a call have in common."""
     facts = {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
     facts |= {"micro_batches": options.micro_batches, "reduce": options.reduce}
+    facts |= {"capacity": options.capacity, "keep_rows": options.keep_rows}
     return facts | {"settle": options.settle, "warm_up": options.warm_up}
 
 

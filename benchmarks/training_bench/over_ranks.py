@@ -23,7 +23,11 @@ def divide_experts(model: nn.Module, options, ranks: int) -> None:
             if len(value) % ranks:
                 raise ValueError(f"{len(value)} experts cannot be divided over {ranks} ranks")
             setattr(experts, parameter, nn.Parameter(value[: len(value) // ranks]))
-        limits = routed.limits._replace(max_tokens=options.tokens)
+        limits = routed.limits._replace(
+            max_tokens=options.tokens,
+            capacity=options.capacity or None,
+            keep_rows=bool(options.keep_rows),
+        )
         transport = make_transport(name, dist.group.WORLD, limits)
         routed.place = Place.of_module(transport)
 
@@ -77,12 +81,10 @@ def norm_of_parts(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(groups: list[list[nn.Parameter]], most: float) -> Tensor:
-    """As torch's clip_grad_norm_(), for groups of parameters of different meshes. The first group
-    has different parameters on each rank."""
-    experts, others = groups
-    of_others = get_total_norm([p.grad for p in others if p.grad is not None]).full_tensor()
-    norm = (norm_of_parts(experts).square() + of_others.square()).sqrt()
-    for group in groups:
-        local = [p for p in group if p.grad is not None]
-        clip_grads_with_norm_(local, most, norm)
+    """As torch's clip_grad_norm_(), for groups of parameters of different meshes. Each rank has a
+    part of every gradient that no other rank has: its own experts, and its shards of the others."""
+    trained = [[p for p in group if p.grad is not None] for group in groups]
+    norm = norm_of_parts([p for group in trained for p in group])
+    for group in trained:
+        clip_grads_with_norm_(group, most, norm)
     return norm

@@ -48,6 +48,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", choices=PARALLEL, default="fsdp")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--capacity", type=float, default=0)
+    parser.add_argument("--keep-rows", type=int, default=0)
     parser.add_argument("--settle", type=int, default=0)
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--reduce", default="float32")

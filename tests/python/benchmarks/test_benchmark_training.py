@@ -50,7 +50,7 @@ def test_parameters_that_stay_gathered_change_no_loss(tmp_path, bench):
     out = tmp_path / "training.json"
     options = {"device": "cpu", "gpus": 2, "models": "debug", "tokens": 128, "sequence": 64}
     options |= {"steps": 3, "policies": "selective", "out": str(out), "micro-batches": 2}
-    options |= {"warm-up": 1}
+    options |= {"warm-up": 1, "capacity": 1.5, "keep-rows": 1}
     given = [f"--{name}={value}" for name, value in options.items()]
     given += ["--eager", "--experts", "ours", "--parallel", "ep", "ep-gathered"]
     program = [sys.executable, str(BENCHMARKS / "training.py"), *given]
