@@ -28,8 +28,12 @@ _LONGEST_MS = 1 << 32  # milliseconds; src/core/checks_exchange.cc refuses more
 _mapped: list = []
 
 
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def not_in_a_graph(what: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"{what}, which a CUDA graph cannot hold: give max_tokens and capacity, route by ids, "
             "and run one step before the capture"

@@ -18,6 +18,7 @@ from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
 from ._memory import number_of
 from .begun import Begun, begin
+from .buffers import is_capturing
 from .layer import TIMEOUT, Place, make_transport, run
 from .lora import DividedLoRA, divide, divided_state, local
 from .peer import Limits
@@ -277,7 +278,8 @@ class ExpertParallelMoE(MoE):
 
     def _started(self) -> dict:
         # Shared experts run between begin and finish: while rows of x travel, in backward of dO.
-        apart = self.shared_experts > 0 and not torch.compiler.is_compiling()
+        # That costs time of the host, which a CUDA graph does not spend.
+        apart = self.shared_experts > 0 and not torch.compiler.is_compiling() and is_capturing()
         return {"start": begin if apart else run}
 
     def _come(self, out: Tensor | Begun) -> Tensor:

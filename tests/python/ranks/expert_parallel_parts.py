@@ -8,6 +8,7 @@ import pytest
 import torch
 from expert_parallel_base import SPLITS, TRANSPORT, D, E, K, N, T, World, case
 from sonicmoe_cpp.distributed import ExpertParallelMoE, reset_exchange
+from sonicmoe_cpp.distributed.begun import begin
 from sonicmoe_cpp.distributed.layer import run
 from torch.utils.checkpoint import checkpoint
 
@@ -29,17 +30,22 @@ def tokens_of(world: World, split: str, seed: int, like=None) -> torch.Tensor:
     return x.to(world.device, torch.float32 if like is None else like.dtype)
 
 
-def in_one_piece(layer, x, **options):
-    """A call whose shared experts run before its transfers."""
-    layer._started = lambda: {"start": run}
+def started_by(start, layer, x, **options):
+    layer._started = lambda: {"start": start}
     try:
         return layer(x, **options)
     finally:
         del layer._started
 
 
+def in_one_piece(layer, x, **options):
+    """A call whose shared experts run before its transfers."""
+    return started_by(run, layer, x, **options)
+
+
 def with_shared(layer, x, **options):
-    return layer(x, **options)
+    """A call whose shared experts run under its transfers, as in a CUDA graph."""
+    return started_by(begin, layer, x, **options)
 
 
 def in_two_parts(layer, x, **options):
