@@ -1,8 +1,10 @@
 """The record of fine-tuned models: rows from reports of examples/finetune.py, and their tables."""
 
+import importlib.util
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,10 +107,13 @@ def product(
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """benchmarks/finetune.py on the CPU in fp32."""
-    import finetune as bench
-
+def bench(models, monkeypatch):
+    """benchmarks/finetune.py on the CPU in fp32, under a name that examples/finetune.py has not."""
+    path = Path(models.__file__).with_name("finetune.py")
+    spec = importlib.util.spec_from_file_location("finetune_layers", path)
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, bench)
+    spec.loader.exec_module(bench)
     monkeypatch.setattr(bench, "CUDA", torch.device("cpu"))
     monkeypatch.setattr(bench, "BF", torch.float32)
     return bench
