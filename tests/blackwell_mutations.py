@@ -27,8 +27,12 @@ def with_scratch(line, operand, opcode, value, size):
     return f"{{ .reg .b{size} scratch; {opcode} scratch, {at.group()}, {value}; {changed} }}"
 
 
+def changed(operand, opcode, value, size=32):
+    return lambda line: with_scratch(line, operand, opcode, value, size)
+
+
 def flipped(operand, bits, size):
-    return lambda line: with_scratch(line, operand, f"xor.b{size}", bits, size)
+    return changed(operand, f"xor.b{size}", bits, size)
 
 
 def replaced(old, new):
@@ -71,14 +75,14 @@ def changed_products(is_grad):
             yield f"descriptor of {name}: {what}", MMA, None, flipped(place, bits, 64)
     for what, bits in INSTRUCTION.items():
         yield f"instruction descriptor: {what}", MMA, None, flipped(3, bits, 32)
-    yield "D one column further", MMA, None, lambda line: with_scratch(line, 0, "add.u32", 1, 32)
+    yield "D one column further", MMA, None, changed(0, "add.u32", 1)
     for which, name in enumerate(("empty", "d_full")):
         for mask in (1, 2):
             yield (
                 f"commit to {name} in one CTA, mask {mask}",
                 COMMIT,
                 which,
-                (lambda line, mask=mask: with_scratch(line, 1, "and.b16", mask, 16)),
+                changed(1, "and.b16", mask, 16),
             )
 
 
@@ -89,7 +93,7 @@ def changed_loads(is_grad):
             f"gather4: row {row} is -1",
             GATHER,
             None,
-            (lambda line, row=row: with_scratch(line, 3 + row, "min.s32", -1, 32)),
+            changed(3 + row, "min.s32", -1),
         )
         # A row past the end of an expert is never stored by a row product. In the last k tile of a
         # depth product it would be added.
@@ -98,19 +102,19 @@ def changed_loads(is_grad):
                 f"gather4: row {row} is never -1",
                 GATHER,
                 None,
-                (lambda line, row=row: with_scratch(line, 3 + row, "max.s32", 0, 32)),
+                changed(3 + row, "max.s32", 0),
             )
     yield (
         "gather4: 64 columns further",
         GATHER,
         None,
-        (lambda line: with_scratch(line, 2, "add.u32", 64, 32)),
+        changed(2, "add.u32", 64),
     )
     yield (
         "gather4: four rows further in shared memory",
         GATHER,
         None,
-        (lambda line: with_scratch(line, 0, "xor.b32", 512, 32)),
+        changed(0, "xor.b32", 512),
     )
     # Registers of a box: target, map, three coordinates, mbarrier.
     for place, name in ((2, "first"), (3, "second")):
@@ -119,17 +123,13 @@ def changed_loads(is_grad):
                 f"box: {name} coordinate exchanged by {distance}",
                 BOX,
                 None,
-                (
-                    lambda line, place=place, distance=distance: with_scratch(
-                        line, place, "xor.b32", distance, 32
-                    )
-                ),
+                changed(place, "xor.b32", distance),
             )
     yield (
         "box: the other half of B's stage",
         BOX,
         None,
-        (lambda line: with_scratch(line, 0, "xor.b32", 8192, 32)),
+        changed(0, "xor.b32", 8192),
     )
 
 
@@ -139,38 +139,38 @@ def changed_barriers():
         "d_empty: arrivals in the odd CTA",
         r"\s*mapa.* remote",
         None,
-        (lambda line: with_scratch(line, 1, "xor.b32", 1, 32)),
+        changed(1, "xor.b32", 1),
     )
     yield (
         "full: half of the bytes",
         r"\s*mbarrier\.arrive\.expect_tx\.shared::cta",
         None,
-        (lambda line: with_scratch(line, 1, "shr.u32", 1, 32)),
+        changed(1, "shr.u32", 1),
     )
     for which, name in ((0, "full"), (1, "empty"), (12, "d_full"), (13, "d_empty")):
         yield (
             f"{name}: an arrival more is expected",
             r"\s*mbarrier\.init",
             which,
-            (lambda line: with_scratch(line, 1, "add.u32", 1, 32)),
+            changed(1, "add.u32", 1),
         )
     yield (
         "d_empty: one CTA's arrivals are enough",
         r"\s*mbarrier\.init",
         13,
-        (lambda line: with_scratch(line, 1, "shr.u32", 1, 32)),
+        changed(1, "shr.u32", 1),
     )
     yield (
         "lanes of another warp",
         r"\s*tcgen05\.ld",
         None,
-        (lambda line: with_scratch(line, 0, "xor.b32", 1 << 21, 32)),
+        changed(0, "xor.b32", 1 << 21),
     )
     yield (
         "columns of D by 32",
         r"\s*tcgen05\.ld",
         None,
-        (lambda line: with_scratch(line, 0, "xor.b32", 32, 32)),
+        changed(0, "xor.b32", 32),
     )
 
 

@@ -15,19 +15,9 @@ hf.register()
 IDS = torch.randint(96, (2, 11), generator=torch.Generator().manual_seed(7))
 
 
-def fill(model, seed=5):
-    """Sets all factors to values as if trained: none of them is zero."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name:
-                p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
-    return model
-
-
 def adapted(architecture="qwen3_moe", rank=3, seed=5):
     model = hf.add_lora(hf_models.build(architecture), rank, 6.0, target_modules=["q_proj"])
-    return fill(model, seed).eval()
+    return hf_models.fill(model, seed).eval()
 
 
 def logits(model, **options):
@@ -47,7 +37,7 @@ def test_several_adapters_add_up():
     first = logits(model)
     model.add_adapter("other", second(model))
     model.set_adapter("other")
-    fill(model)
+    hf_models.fill(model)
     assert (logits(model) - first).abs().max() > 0.1
     model.base_model.set_adapter(["default", "other"])
     got = logits(model)

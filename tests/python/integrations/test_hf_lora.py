@@ -26,18 +26,8 @@ IDS = torch.randint(96, (2, 11), generator=torch.Generator().manual_seed(7))
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "mixtral"]
 
 
-def fill(model, seed=5):
-    """Sets all factors to values as if trained: none of them is zero."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name:
-                p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
-    return model
-
-
 def adapted(architecture="qwen3_moe", rank=3, alpha=6.0, **options):
-    return fill(hf.add_lora(hf_models.build(architecture), rank, alpha, **options)).eval()
+    return hf_models.fill(hf.add_lora(hf_models.build(architecture), rank, alpha, **options)).eval()
 
 
 def logits(model):
@@ -172,7 +162,7 @@ def test_one_graph():
 def test_a_model_in_fp8(calls):
     model = hf_models.build("qwen3_moe", hidden_size=128, moe_intermediate_size=128).bfloat16()
     hf.set_precision(model, "fp8")
-    model = fill(hf.add_lora(model, 8, 16.0))
+    model = hf_models.fill(hf.add_lora(model, 8, 16.0))
     got = logits(model).float()
     assert [options["precision"] for options in calls] == ["fp8", "fp8"]
     hf.set_precision(model, None)
@@ -215,14 +205,14 @@ def test_a_peft_model_gets_the_experts_in_its_own_adapter(architecture, tmp_path
     base = logits(model)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 2})
     theirs = peft.get_peft_model(model, config).eval()
-    fill(theirs)
+    hf_models.fill(theirs)
     attention = {n: p.clone() for n, p in factors(theirs).items()}
     assert hf.add_lora(theirs, 3, 6.0) is theirs
     assert all(torch.equal(factors(theirs)[n], p) for n, p in attention.items())
     assert {m.r["default"] for m in theirs.modules() if isinstance(m, ParamWrapper)} == {3}
     trained = {n for n, p in theirs.named_parameters() if p.requires_grad}
     assert trained == factors(theirs).keys() and len(trained) == 4 + 8
-    fill(theirs)
+    hf_models.fill(theirs)
     want = logits(theirs)
     assert len(calls) == 2 and (want - base).abs().max() > 0.1
     with theirs.disable_adapter():
@@ -239,7 +229,7 @@ def test_a_peft_model_gets_the_experts_in_its_own_adapter(architecture, tmp_path
 def test_switches_reach_the_experts(architecture):
     model = hf_models.build(architecture)
     base = logits(model)
-    model = fill(hf.add_lora(model, 3, 6.0)).eval()
+    model = hf_models.fill(hf.add_lora(model, 3, 6.0)).eval()
     want = logits(model)
     assert (want - base).abs().max() > 0.1
     with model.disable_adapter():
@@ -343,7 +333,7 @@ def test_the_folder_loads_base_and_factors_or_nothing(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", experts_implementation="sonicmoe_cpp"
     )
-    model = fill(hf.add_lora(model, 3, 6.0)).eval()
+    model = hf_models.fill(hf.add_lora(model, 3, 6.0)).eval()
     model.save_pretrained(tmp_path / "factors")
     config = json.loads((tmp_path / "factors" / "adapter_config.json").read_text())
     assert config["r"] == 3 and sorted(config["target_parameters"]) == [
@@ -381,7 +371,7 @@ def test_plain_peft_reads_the_folder(tmp_path):
 def test_save_pretrained_of_a_model_inside_or_around_writes_the_factors(whole, tmp_path):
     """add_lora gets the whole model or a part; save_pretrained of the whole is called."""
     model = hf_models.build("qwen3_moe")
-    fill(hf.add_lora(model if whole else model.model, 3, 6.0))
+    hf_models.fill(hf.add_lora(model if whole else model.model, 3, 6.0))
     want = logits(model)
     with pytest.warns(UserWarning, match="is not the PeftModel of its low-rank factors: they are"):
         model.save_pretrained(tmp_path)
@@ -481,7 +471,7 @@ def test_refused_calls_change_nothing():
 def test_a_second_peft_model_is_refused():
     """It would save the experts' factors, but its config would not name them."""
     model = hf_models.build("qwen3_moe")
-    ours = fill(hf.add_lora(model, 3, 6.0))
+    ours = hf_models.fill(hf.add_lora(model, 3, 6.0))
     want = logits(ours)
     for inner in (model, ours):
         with pytest.raises(ValueError, match="which a second adapter's config would not name"):

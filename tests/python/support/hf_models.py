@@ -64,5 +64,15 @@ def build(architecture: str, **options):
     return model.eval()
 
 
+def fill(model, seed=5):
+    """Sets all factors to values as if trained: none of them is zero."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
+    return model
+
+
 def experts_of(model) -> list[tuple[str, torch.nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if hasattr(m, "is_transposed")]
