@@ -87,9 +87,9 @@ std::int64_t work_per_row(const Run& run) {
 /// and 370 GB/s.
 constexpr std::int64_t kLinkBound = 1000;
 
-/// Whether Y of a list is computed behind A of this list. Then sums are sent before all rows have
-/// come, but most of them one list later, which costs a layer time that the links do not limit. Not
-/// beside low-rank factors, because U has one launch over all rows.
+/// Whether Y of a list is computed behind A of this list. Then the first sums are sent before
+/// all rows have come, and the others one list later than otherwise: a gain only if rows come more
+/// slowly than A computes. Not beside low-rank factors, because U has one launch over all rows.
 bool follows_arrivals(const Run& run, const SplitLists& lists) {
   return lists.arrivals.groups > 1 && work_per_row(run) < kLinkBound && !has_factors(run);
 }
