@@ -95,7 +95,8 @@ std::string Agents::name(Stamp stamp) const {
                                                            "wgmma of ",
                                                            "tcgen05.ld of ",
                                                            "tcgen05.st of ",
-                                                           "tcgen05.mma of "};
+                                                           "tcgen05.mma of ",
+                                                           "tcgen05.cp of "};
   const std::uint32_t warp = stamp.agent / kWarpAgents;
   if (std::any_of(barriers_.begin(), barriers_.end(),
                   [&](const auto& b) { return b.second.agent == stamp.agent; })) {

@@ -28,8 +28,9 @@ enum class Agent : std::uint32_t {
   kTensorLoads,     ///< tcgen05.ld
   kTensorStores,    ///< tcgen05.st
   kTensorProducts,  ///< tcgen05.mma
+  kTensorCopies,    ///< tcgen05.cp
 };
-inline constexpr std::uint32_t kWarpAgents = 7;
+inline constexpr std::uint32_t kWarpAgents = 8;
 
 /// The agents of warp w of a cluster begin at w * kWarpAgents; those of mbarriers come behind.
 struct Stamp {

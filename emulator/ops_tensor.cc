@@ -1,4 +1,4 @@
-// tcgen05, but for its products: allocation, loads, stores, fences and commits.
+// tcgen05, but for products and copies: allocation, loads, stores, fences and commits.
 #include "ops_tensor.h"
 
 #include <algorithm>
@@ -238,25 +238,28 @@ std::vector<std::uint32_t> barriers_of(Warp& warp, const Slot* list, int lane) {
   return all;
 }
 
-/// Arrives at each mbarrier at a time of its own, when the thread's products are complete.
+/// Arrives at each mbarrier at a time of its own, when the thread's products and copies are
+/// complete.
 Next run_commit(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const int lane = single_lane(lanes, "tcgen05.commit");
   check_cta_group(warp, static_cast<int>(i.detail));
-  if (warp.tensor.product_lane != -1 && warp.tensor.product_lane != lane) {
+  if (warp.tensor.issuing_lane != -1 && warp.tensor.issuing_lane != lane) {
     throw Fault("tcgen05.commit is issued by lane " + std::to_string(lane) +
                 ", which has not issued the products");
   }
   const ClockCopy known = warp.clock().release();
   const Stamp products = warp.clock().last(Agent::kTensorProducts);
+  const Stamp copies = warp.clock().last(Agent::kTensorCopies);
   for (const std::uint32_t address : barriers_of(warp, list_of(warp, i), lane)) {
     Cta& cta = warp.cta().owner(address);
     std::byte* at = warp.cta().shared(address, kBarrierBytes);
-    defer(warp, i, [&cta, at, known, products, last = warp.tensor.last_product] {
+    defer(warp, i, [&cta, at, known, products, copies, last = warp.tensor.last_issued] {
       if (cta.is_done()) throw Fault("tcgen05.commit arrives in a CTA that has ended");
       if (last != nullptr) last->finish();
       BarrierClock& clock = mbarrier::clock_of(cta.cluster(), at, *known);
       clock.arrived.merge(*known);
       clock.arrived.add(products);
+      clock.arrived.add(copies);
       clock.committed = clock.copy();
       mbarrier::arrive(cta.cluster(), at, 1);
     });
@@ -309,6 +312,8 @@ void decode_tcgen05(const Statement& s, Builder& b, Instruction* i) {
     i->run = &run_relinquish;
   } else if (what == "mma") {
     decode_umma(s, b, i);
+  } else if (what == "cp") {
+    decode_scale_copy(s, b, i);
   } else if (what == "commit") {
     decode_commit(s, b, i);
   } else if (what == "ld" || what == "st") {
@@ -341,6 +346,18 @@ void check_cta_group(Warp& warp, int group) {
 }
 
 Cta& other_of_pair(Warp& warp) { return *warp.cta().cluster().ctas[warp.cta().rank() ^ 1]; }
+
+void check_issuer(Warp& warp, int lane, int group, const char* what) {
+  if (warp.tensor.issuing_lane != -1 && warp.tensor.issuing_lane != lane) {
+    throw Fault("two lanes of a warp issue tcgen05.mma or .cp, whose order is not known");
+  }
+  warp.tensor.issuing_lane = lane;
+  if (group == 1) return;
+  if (warp.cta().rank() % 2 != 0) throw Fault(std::string("the odd CTA of a pair issues ") + what);
+  if (other_of_pair(warp).is_done()) {
+    throw Fault(std::string(what) + " of a pair is issued when its other CTA has ended");
+  }
+}
 
 int single_lane(std::uint32_t lanes, const char* what) {
   if (std::popcount(lanes) != 1) throw Fault(std::string(what) + " is issued by several threads");

@@ -74,7 +74,8 @@ bool is_met(const Statement& s, const Target& target) {
   const bool has_features = target.is_specific || target.is_family;
   // 10.0 and 10.3; 11.0 has them too, but no engine is made for it.
   if (s.opcode() == "tcgen05" || s.has("cta_group::1") || s.has("cta_group::2")) {
-    return has_features && target.capability / 10 == 10;
+    const bool needs_specific = s.has("scale_vec::1X");  // .block32 is the same for families
+    return (needs_specific ? target.is_specific : has_features) && target.capability / 10 == 10;
   }
   if (s.opcode() == "setmaxnreg") return has_features;
   if (target.capability < 90 && std::any_of(s.operands.begin(), s.operands.end(), &reads_cluster)) {

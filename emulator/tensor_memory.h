@@ -69,20 +69,25 @@ class TensorMemory {
   std::map<std::uint32_t, std::uint32_t> allocations_;  // first column, columns
 };
 
+/// The kinds of tcgen05.mma: kind::f16, and kind::mxf8f6f4 with 8-bit elements.
+enum class UmmaKind { kF16, kMxf8 };
+
 /// What a warp has done with tensor memory.
 struct TensorWarp {
   /// Registers that tcgen05.ld writes, in wait::ld: until then a program may not read them.
   std::vector<CopyTask> loads;
   std::shared_ptr<TensorMemory::PairAllocation> offer;  ///< that waits for the other CTA
-  CopyTask last_product;
-  int product_lane = -1;  ///< that issues tcgen05.mma
+  CopyTask last_issued;   ///< of its products and copies, which happen in the order of their issue
+  int issuing_lane = -1;  ///< that issues tcgen05.mma and .cp
   /// Products that may not be complete, the last one for each place of D.
   struct Product {
     Columns d;
+    UmmaKind kind;
     int m, n;
     Stamp stamp;
   };
   std::vector<Product> products;
+  std::vector<Columns> copied;  ///< by tcgen05.cp since the last product
 };
 
 }  // namespace sonicmoe::emulator

@@ -9,15 +9,19 @@
 
 namespace sonicmoe::emulator {
 
-/// The instruction descriptor of kind::f16, with D in fp32.
+/// An instruction descriptor, with D in fp32.
 struct UmmaShape {
+  UmmaKind kind = UmmaKind::kF16;
   int m = 0, n = 0;
   ElementType type_a, type_b;
   Major major_a, major_b;
+  int scale_a = 0, scale_b = 0;  ///< kMxf8: the bytes of columns that have the scales
 
   /// `ctas`: 1 or 2. Throws Fault for what the instruction does not have or the emulator does not
   /// know.
-  static UmmaShape decode(std::uint32_t bits, int ctas);
+  static UmmaShape decode(std::uint32_t bits, UmmaKind kind, int ctas);
+
+  int depth() const { return kDepthBytes / bytes_of(type_a); }
 };
 
 /// A matrix descriptor of sm_100. Throws Fault for reserved bits and for what is not emulated.
@@ -33,23 +37,36 @@ struct Umma {
   UmmaShape shape;
   int ctas = 1;
   std::array<Part, 2> parts;
-  std::uint32_t column = 0;  ///< where D begins
+  std::uint32_t column = 0;                  ///< where D begins
+  std::uint32_t column_a = 0, column_b = 0;  ///< where the scales begin, of kMxf8
   bool accumulates = false;
   Stamp stamp;
   ClockCopy known;
 
   /// Columns of tensor memory that D has in each CTA.
-  Columns columns() const {
-    const int count = has_halves() ? shape.n / 2 : shape.n;
-    return {column, static_cast<std::uint32_t>(count)};
-  }
+  Columns columns() const { return {column, static_cast<std::uint32_t>(lane_columns())}; }
+  /// Columns of tensor memory that the scales have in each CTA. A CTA has those of its rows of A
+  /// and of all columns of B.
+  Columns scales_a() const { return {column_a, scale_columns(shape.m / ctas)}; }
+  Columns scales_b() const { return {column_b, scale_columns(lane_columns())}; }
   void run() const;
 
  private:
   /// Layout B of PTX: M = 128 for a pair. The right half of the columns is in lanes 64 to 127.
   bool has_halves() const { return ctas == 2 && shape.m == 128; }
+  /// Columns of D that a lane has.
+  int lane_columns() const { return has_halves() ? shape.n / 2 : shape.n; }
+  /// A column has the scales of 32 rows of A, or of 32 columns of B, one in each lane.
+  static std::uint32_t scale_columns(int count) {
+    return static_cast<std::uint32_t>((count + kLanes - 1) / kLanes);
+  }
+  int lane_of(int row, int n) const;
   std::uint32_t& cell(int row, int n) const;
   void read_b(float* out) const;
+  double scale(const Part& part, std::uint32_t first, int id, int quarter, int index) const;
+  template <class F>
+  void for_each_sum(int first, float* sums, const F& f) const;
+  void add_scaled(const Part& part, int first, const float* sums) const;
 };
 
 }  // namespace sonicmoe::emulator

@@ -33,12 +33,12 @@ std::uint32_t address_in_k(const MatrixDescriptor& d, std::uint32_t row, std::ui
   return at + row % kGroup * d.span + chunk * kChunk;
 }
 
-/// The address of the 16 bytes that begin at row `row` of an MN-major operand, before the swizzle.
-std::uint32_t address_in_mn(const MatrixDescriptor& d, std::uint32_t row, std::uint32_t k) {
+/// The address of the 16 bytes that begin at byte `byte` of the rows of an MN-major operand, before
+/// the swizzle.
+std::uint32_t address_in_mn(const MatrixDescriptor& d, std::uint32_t byte, std::uint32_t k) {
   if (d.span == 0) {
-    return d.start + row / kGroup * d.stride + k / kGroup * d.leading + k % kGroup * kChunk;
+    return d.start + byte / kChunk * d.stride + k / kGroup * d.leading + k % kGroup * kChunk;
   }
-  const std::uint32_t byte = 2 * row;
   return d.start + (byte >> std::countr_zero(d.span)) * d.leading + (byte & (d.span - 1)) +
          k / kGroup * d.stride + k % kGroup * d.span;
 }
@@ -58,16 +58,23 @@ void read_k_major(const SharedMatrix& m, SharedPass& pass, int first, int count,
   }
 }
 
-/// Of elements of 16 bits: a word has two neighbouring rows.
+/// A word has two or four neighbouring rows.
 void read_mn_major(const SharedMatrix& m, SharedPass& pass, int first, int count, float* out) {
+  const int in_word = per_word(m.type);
+  const int words_of_k = count / in_word;
   std::uint32_t words[kMostColumns / 2];
-  for (int k = 0; k < kDepthBytes / 2; ++k) {
-    for (int i = 0; i < count / 2; i += kChunkWords) {
+  float values[kMostColumns];
+  for (int k = 0; k < kDepthBytes / bytes_of(m.type); ++k, out += count) {
+    for (int i = 0; i < words_of_k; i += kChunkWords) {
       std::uint32_t read[kChunkWords];
-      read_chunk(m, pass, address_in_mn(m.descriptor, first + 2 * i, k), read);
+      const int byte = (first + in_word * i) * bytes_of(m.type);
+      read_chunk(m, pass, address_in_mn(m.descriptor, static_cast<std::uint32_t>(byte), k), read);
       std::memcpy(words + i, read, kChunk);
     }
-    widen_words(m.type, words, count / 2, count / 2, out + k * count);
+    widen_words(m.type, words, words_of_k, words_of_k, values);
+    for (int row = 0; row < count; ++row) {
+      out[position_of(row, count)] = values[row % in_word * words_of_k + row / in_word];
+    }
   }
 }
 
@@ -81,6 +88,13 @@ MatrixDescriptor MatrixDescriptor::decode(std::uint64_t bits) {
   if ((bits >> 49 & 7) != 0) throw Fault("base offsets of matrix descriptors are not emulated");
   constexpr std::uint32_t kSpans[] = {0, 128, 64, 32};
   return {field(0), field(16), field(32), kSpans[bits >> 62]};
+}
+
+void read_row_begin(const SharedMatrix& matrix, SharedPass& pass, int row, std::uint32_t* words) {
+  std::uint32_t read[kChunkWords];
+  read_chunk(matrix, pass, address_in_k(matrix.descriptor, static_cast<std::uint32_t>(row), 0),
+             read);
+  std::memcpy(words, read, kChunk);
 }
 
 void read_matrix(const SharedMatrix& matrix, SharedPass& pass, int first, int count, float* out) {

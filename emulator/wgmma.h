@@ -43,4 +43,7 @@ inline constexpr int kDepthBytes = 32;
 /// in the order of position_of(). Throws Fault outside of shared memory. `pass`: of matrix.cta.
 void read_matrix(const SharedMatrix& matrix, SharedPass& pass, int first, int count, float* out);
 
+/// The first 16 bytes of a row of a K-major operand.
+void read_row_begin(const SharedMatrix& matrix, SharedPass& pass, int row, std::uint32_t* words);
+
 }  // namespace sonicmoe::emulator

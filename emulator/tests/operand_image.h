@@ -15,7 +15,7 @@ struct Layout {
   int span;  ///< of the swizzle; 0: none
 };
 
-inline constexpr int kCoreBytes = 128;  // of a core matrix: eight rows of 16 bytes
+inline constexpr int kCoreBytes = 128;  // of a core matrix: eight lines of 16 bytes
 
 inline int swizzled_chunk(int line, int chunk, int span) {
   switch (span) {
@@ -64,7 +64,8 @@ class Image {
   /// Without a swizzle: from a core matrix to the next one along K. MN-major: from a span of rows
   /// to the next one. K-major with a swizzle: not used.
   int leading() const {
-    if (layout_.span == 0) return is_k_major() ? kCoreBytes : rows_ / 8 * kCoreBytes;
+    if (layout_.span == 0)
+      return is_k_major() ? kCoreBytes : rows_ * type_.bytes() / 16 * kCoreBytes;
     return is_k_major() ? 16 : type_.depth() * layout_.span;
   }
   /// Without a swizzle: from a core matrix to the next one along the rows. K-major: eight rows

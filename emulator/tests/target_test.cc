@@ -83,6 +83,13 @@ TEST(Target, TensorMemoryIsOfOneFamily) {
   EXPECT_FALSE(has({100}, free));
   EXPECT_FALSE(has({120, true}, free));
   EXPECT_FALSE(has({90, true}, free));
+  const auto scaled = [](const std::string& size) {
+    return "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale" + size +
+           " [%r0], %rd0, %rd0, %r0, [%r0], [%r0], %p0;";
+  };
+  EXPECT_TRUE(has({100, true}, scaled(".scale_vec::1X")));
+  EXPECT_FALSE(has({100, false, true}, scaled(".scale_vec::1X")));
+  EXPECT_TRUE(has({100, false, true}, scaled(".block32")));
   EXPECT_TRUE(has({100}, gather));
   EXPECT_FALSE(has({90, true}, gather));
 }

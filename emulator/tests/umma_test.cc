@@ -254,7 +254,7 @@ TEST(Umma, FaultsOfDescriptors) {
   shape("0x800000", "reserved or not emulated");
   shape("0x2000", "negation");
   shape("0x10", "D in fp32");
-  shape("0x100", "a type that kind::f16 does not have");
+  shape("0x100", "a type that is not emulated");
   shape("0x20000", "has no shape of M = 128 and N = 72");
   shape("0x1000000", "has no shape of M = 144");
   const auto matrix = [&](const char* bits, const char* sentence) {
