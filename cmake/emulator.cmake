@@ -37,7 +37,7 @@ target_compile_options(emulator_test PRIVATE -O1 ${no_restrict})
 target_link_libraries(emulator_test PRIVATE sonicmoe_options sonicmoe_emulator GTest::gtest
                                             GTest::gtest_main)
 target_link_options(emulator_test PRIVATE -Wl,--disable-new-dtags)
-# A kernel with tcgen05, for 10.0 and 10.3.
+# Kernels with tcgen05, for 10.0 and 10.3.
 set(pair_product ${CMAKE_CURRENT_BINARY_DIR}/emulator/pair_product.ptx)
 set(pair_product_source ${CMAKE_CURRENT_SOURCE_DIR}/emulator/tests/ptx/pair_product.cu)
 add_custom_command(

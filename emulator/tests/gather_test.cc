@@ -82,19 +82,24 @@ struct Tensor {
   std::byte* map;
   std::uint16_t* out;
 
-  explicit Tensor(CUtensorMapSwizzle swizzle, std::uint32_t box_rows = 1) {
+  /// Elements of one or two bytes.
+  explicit Tensor(CUtensorMapSwizzle swizzle, std::uint32_t box_rows = 1,
+                  std::uint32_t element_bytes = 2) {
     std::vector<std::uint16_t> values;
     for (int i = 0; i < kRows * kRowElements; ++i) {
       values.push_back(element(i / kRowElements, i % kRowElements));
     }
     alignas(64) CUtensorMap encoded;
-    const cuuint64_t sizes[] = {kRowElements, kRows};
+    const cuuint32_t row = 2 * kRowElements / element_bytes;
+    const cuuint64_t sizes[] = {row, kRows};
     const cuuint64_t strides[] = {2 * kRowElements};
-    const cuuint32_t boxes[] = {kRowElements, box_rows};
+    const cuuint32_t boxes[] = {row, box_rows};
+    const auto type =
+        element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const cuuint32_t steps[] = {1, 1};
     EXPECT_EQ(
-        cuTensorMapEncodeTiled(&encoded, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, memory.add(values),
-                               sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        cuTensorMapEncodeTiled(&encoded, type, 2, memory.add(values), sizes, strides, boxes, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         CUDA_SUCCESS);
     map = memory.add(sizeof encoded);
@@ -139,6 +144,18 @@ TEST(Gather, RowsAndColumnsOutsideAreZeros) {
   expect_rows(kOwn, 0, {-1, 10, 4, 1 << 30}, CU_TENSOR_MAP_SWIZZLE_128B, 128);
   expect_rows(kPair, 16, {-1, -1, -1, 9}, CU_TENSOR_MAP_SWIZZLE_128B, 128);
   expect_rows(kOwn, -8, {7, -1, 8, 0}, CU_TENSOR_MAP_SWIZZLE_128B, 128);
+}
+
+TEST(Gather, RowsOfBytes) {
+  const std::array<int, 4> rows{5, -1, 9, 2};
+  constexpr int kColumn = 32;  // byte
+  Tensor tensor(CU_TENSOR_MAP_SWIZZLE_128B, 1, 1);
+  tensor.run(kPair, kColumn, rows);
+  for (std::uint32_t byte = 0; byte < kBytes; byte += 2) {
+    const int row = rows[byte / 128], at = (kColumn + static_cast<int>(byte % 128)) / 2;
+    EXPECT_EQ(tensor.out[swizzled(byte, 128) / 2],
+              row >= 0 && at < kRowElements ? element(row, at) : 0);
+  }
 }
 
 void expect_fault(const std::string& gather, const char* sentence, std::uint32_t box_rows = 1) {
