@@ -133,7 +133,9 @@ add_emulated_test(ExchangeInC 2 "ExchangeInC.*" "")
 add_emulated_test(ExchangeKept 20 "ExchangeKept.*" "")
 add_emulated_test(ExchangeLowRank 15
                   "ExchangeHarness.FewLowRankFactors:ExchangeHarness.RejectsFactorsOfAnotherRank" "")
-add_emulated_test(ExchangeRepeats 30 "ExchangeRepeats.OwnRows*:ExchangeRepeats.FourRanks*" "")
+add_emulated_test(
+  ExchangeRepeats 45
+  "ExchangeRepeats.OwnRows*:ExchangeRepeats.FourRanks*:ExchangeRepeats.TwoExchanges*" "")
 add_emulated_test(ExchangeBetweenProcesses 15 "ExchangeProcesses.*" "")
 add_emulated_test(ExchangeOfRanks 70
                   "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange:*.PortableEngine" "")

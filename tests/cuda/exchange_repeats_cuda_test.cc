@@ -1,5 +1,6 @@
 // Many steps over pretended ranks: every repeat has equal bits, whatever arrives first.
 #include <algorithm>
+#include <iterator>
 #include <random>
 
 #include "cuda/rank_group.h"
@@ -150,6 +151,59 @@ TEST(ExchangeRepeats, FourRanksInAnyGroups) {
       EXPECT_TRUE(copy.run() == want) << "copy, groups " << groups;
     }
     expect_repeats(copy, want, 3, 1);
+  }
+}
+
+/// Enqueues `repeats` steps for all ranks of both groups, part by part: the next part is of any
+/// rank.
+void step_together(Group& one, Group& two, std::size_t repeats, std::mt19937& random) {
+  constexpr std::size_t kPasses = 2 * std::size(testing::kParts);
+  struct Turn {
+    testing::RankLayer* layer;
+    std::size_t done = 0;
+  };
+  std::vector<Turn> turns;
+  for (Group* group : {&one, &two}) {
+    for (auto& layer : group->layers) turns.push_back({layer.get()});
+  }
+  for (std::size_t left = turns.size() * repeats * kPasses; left > 0; --left) {
+    std::size_t next = random() % turns.size();
+    while (turns[next].done == repeats * kPasses) next = (next + 1) % turns.size();
+    Turn& turn = turns[next];
+    const std::size_t at = turn.done % kPasses;
+    const ExchangePart part = testing::kParts[at % std::size(testing::kParts)];
+    at < kPasses / 2 ? turn.layer->forward(part) : turn.layer->backward(part);
+    if (at + 1 == kPasses) turn.layer->keep(turn.done / kPasses);
+    ++turn.done;
+  }
+}
+
+/// Two exchanges at once: a rank waits in one of them while another rank waits in the other one.
+TEST(ExchangeRepeats, TwoExchangesAtOnce) {
+  constexpr std::size_t kSteps = 2;
+  int devices = 0;
+  must(cudaGetDeviceCount(&devices));
+  const RankShape shape{.tokens = 100, .hidden = 136, .width = 72, .experts = 8, .top_k = 4};
+  for (const auto transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
+    GroupOptions options = options_of(shape, 2, transport);
+    options.devices = std::min(devices, 2);
+    Group one(shape, options), two(shape, options);
+    one.route(1, static_cast<int>(shape.experts));
+    two.route(2, static_cast<int>(shape.experts));
+    const Bits want_one = one.run(), want_two = two.run();
+    EXPECT_FALSE(want_one == want_two);
+    std::mt19937 random(1);
+    for (int round = 0; round < 3; ++round) {
+      one.poison();
+      two.poison();
+      step_together(one, two, kSteps, random);
+      one.ranks.wait();
+      two.ranks.wait();
+      for (std::size_t i = 0; i < kSteps; ++i) {
+        EXPECT_TRUE(one.kept(i) == want_one) << "round " << round << ", step " << i;
+        EXPECT_TRUE(two.kept(i) == want_two) << "round " << round << ", step " << i;
+      }
+    }
   }
 }
 
