@@ -10,6 +10,7 @@ from expert_parallel_base import SPLITS, TRANSPORT, D, E, K, N, T, World, case
 from sonicmoe_cpp.distributed import ExpertParallelMoE, reset_exchange
 from sonicmoe_cpp.distributed.begun import begin
 from sonicmoe_cpp.distributed.layer import run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 FP8_SIZES = (256, 128)  # fp8 has blocks of 128
@@ -168,12 +169,27 @@ def parts_add_to_main_gradients(world):
         check_equal(each, found[0])
 
 
+class Attention(torch.nn.Module):
+    """One head over all tokens of a rank. By products and a softmax, because the other kinds of
+    attention do not repeat the bits of their gradients on GPUs."""
+
+    def __init__(self, **where):
+        super().__init__()
+        self.qkv = torch.nn.Linear(D, 3 * D, **where)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[None].chunk(3, -1)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out[0]
+
+
 @case
 def parts_of_two_micro_batches(world):
     """Attention of one micro-batch between the parts of the other one, through two layers."""
     layers = [layer_of(world, shared_experts=1), layer_of(world)]
     where = {"device": world.device, "dtype": layers[0].router.weight.dtype}
-    attention = [torch.nn.Linear(D, D, **where) for _ in layers]
+    attention = [Attention(**where) for _ in layers]
     parameters = [p for module in (*layers, *attention) for p in module.parameters()]
     like = layers[0].router.weight
     inputs = [tokens_of(world, split, i, like) for i, split in enumerate(("uneven", "even"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ PEER_CASES = {}
 # T of all ranks, d, n, E, K. On CUDA a rank's own tokens fill tile records of RECORD_ROWS rows. A
 # step multiplies these before the rows of other ranks have arrived.
 MIDDLE = {"cuda": (4096, 256, 128, 16, 4), "cpu": (512, 256, 128, 16, 4)}
+LARGE = MIDDLE | {"cuda": (16384, 512, 256, 16, 4)}  # tiles for all multiprocessors
 RECORD_ROWS = 128
 REPEATS = 100
 
@@ -34,9 +36,9 @@ def case(function):
     return function
 
 
-def middle(world: World, dtype=torch.bfloat16, seed=0) -> Layer:
+def middle(world: World, dtype=torch.bfloat16, seed=0, shapes=MIDDLE) -> Layer:
     """This rank's part of a layer whose rows fill several tiles."""
-    shape = MIDDLE[world.device]
+    shape = shapes[world.device]
     tokens, experts = shape[0], shape[3]
     layer = Layer(*shape, seed=seed).to(dtype, world.device)
     mine = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
@@ -202,6 +204,62 @@ def overflow(world):
     reset_exchange(timeout=TRANSPORT["timeout"])
     again = middle(world)
     equal(results(again, run), want)
+
+
+def at_once(world, *calls) -> list:
+    """The results of the calls, each on a stream of its own. On GPUs every second rank begins with
+    the last one. One hardware queue has one order for all streams, so there the ranks agree."""
+    if world.device != "cuda":
+        return [call() for call in calls]
+    order = list(range(len(calls)))
+    if world.rank % 2 == 1 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        order.reverse()
+    current, found = torch.cuda.current_stream(), [None] * len(calls)
+    for i in order:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            found[i] = calls[i]()
+    torch.cuda.synchronize()
+    return found
+
+
+@case
+def beside_another_exchange(world):
+    """Steps of two groups at once."""
+    group = dist.new_group(list(range(world.size)))
+    layer, other = (middle(world, seed=seed, shapes=LARGE) for seed in range(2))
+    limits = {"max_tokens": LARGE[world.device][0]}
+
+    def step():
+        return results(layer, lambda mine: run(mine, **limits))
+
+    def step_of_group():
+        return results(other, lambda mine: run(mine, group, **limits))
+
+    want = step(), step_of_group()
+    for _ in range(REPEATS // 5):
+        for got, expected in zip(at_once(world, step, step_of_group), want, strict=True):
+            equal(got, expected)
+
+
+@case
+def beside_nccl(world):
+    """Kernels of NCCL, which hold multiprocessors until all ranks have theirs."""
+    if world.device != "cuda":
+        return
+    layer, shared = middle(world, shapes=LARGE), torch.ones(1 << 22, device=world.device)
+
+    def step():
+        return results(layer, lambda mine: run(mine, max_tokens=LARGE[world.device][0]))
+
+    def reduce():
+        for _ in range(4):
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+
+    want = step()
+    for _ in range(REPEATS // 5):
+        equal(at_once(world, step, reduce)[0], want)
 
 
 def warm_up(step):

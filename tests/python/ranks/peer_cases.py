@@ -34,6 +34,9 @@ CASE_LIMIT = 40.0  # seconds
 SOON = 20.0  # seconds in which a fault must be reported; the time limit is TIMEOUT
 TIMEOUT = 5.0
 ARENA = {"max_tokens": 60, "capacity": 5.0}
+# All streams of a process share one hardware queue: CUDA starts work in the order of the calls.
+ONE_QUEUE = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
+ORDERS = ("repeats", "steps_in_any_order", "graphs", "beside", "parts_have", "parts_of_two")
 SMOKE = ("ids_even", "repeats_have_equal_bits", "all_tokens_to_one_rank", "main_gradients", "way")
 
 
@@ -44,12 +47,15 @@ class Part(NamedTuple):
     job: str  # a function of this file
     options: dict
     limit: float  # seconds
+    only: tuple = ()  # the cases; none: all
+    environ: tuple = ()  # pairs
 
 
 PARTS = (
     Part("arena", "cases", {"transport": "peer", **ARENA}, 90.0),
     Part("exact", "cases", {"transport": "peer"}, 90.0),
     Part("auto", "cases", {"transport": "auto"}, 90.0),
+    Part("one queue", "cases", {"transport": "peer", **ARENA}, 60.0, ORDERS, ONE_QUEUE),
     Part("a rank is killed, sizes read", "killed", {"transport": "peer"}, 40.0),
     Part("a rank is killed, nothing read", "killed", {"transport": "peer", **ARENA}, 40.0),
     Part("a rank stalls", "stalls", {"transport": "peer", **ARENA}, 40.0),
@@ -89,8 +95,8 @@ def enter(rank: int, size: int, folder: Path):
         exchange_fake.install()
     base.TRANSPORT.update(job["options"] | {"timeout": 20.0})
     cases = expert_parallel_cases.CASES | expert_parallel_peer.PEER_CASES
-    if job["parts"]:
-        cases = {n: c for n, c in cases.items() if any(part in n for part in job["parts"])}
+    for parts in filter(None, (job["parts"], job["only"])):
+        cases = {n: c for n, c in cases.items() if any(part in n for part in parts)}
     cases = {n: c for n, c in cases.items() if n not in job["done"]}
     torch.manual_seed(0)
     world = base.World(rank, size, job["device"], folder, saves=True)
@@ -176,10 +182,12 @@ def run_part(part: Part, options, folder: Path, done: list[str]) -> list[dict | 
 
     folder.mkdir()
     job = {"device": options.device, "options": part.options, "parts": options.parts, "done": done}
+    job["only"] = part.only
     (folder / "job.json").write_text(json.dumps(job))
     backend = "nccl" if options.device == "cuda" else "gloo"
     try:
-        return worlds.run(globals()[part.job], options.ranks, folder, part.limit, backend)
+        given = (globals()[part.job], options.ranks, folder, part.limit, backend)
+        return worlds.run(*given, dict(part.environ))
     except AssertionError as hang:
         return [{"error": str(hang)}] * options.ranks
 

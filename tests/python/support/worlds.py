@@ -61,8 +61,9 @@ def exit_at_once() -> None:
     os._exit(0)
 
 
-def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path) -> None:
+def _enter(function, backend, rank: int, size: int, port: int, folder: Path, environ) -> None:
     """Runs the function on one rank; writes its result, or the exception, to a file."""
+    os.environ |= environ  # before CUDA starts
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -116,13 +117,16 @@ def _wait_for_results(folder: Path, size: int, limit=60.0) -> None:
         time.sleep(0.01)
 
 
-def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[dict | None]:
+def run(
+    function, size: int, folder: Path, limit=150.0, backend="gloo", environ: dict | None = None
+) -> list[dict | None]:
     """Runs function(rank, size, folder) on every rank and returns the results; None for a rank that
-    was killed. Fails if a process is left after `limit` seconds."""
+    was killed. Fails if a process is left after `limit` seconds. `environ` is added to the ranks'
+    environment."""
     _context.set_forkserver_preload(PRELOAD)
-    port = free_port()
+    port, extra = free_port(), environ or {}
     ranks = [
-        _context.Process(target=_enter, args=(function, backend, rank, size, port, folder))
+        _context.Process(target=_enter, args=(function, backend, rank, size, port, folder, extra))
         for rank in range(size)
     ]
     for process in ranks:
