@@ -11,18 +11,26 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from blackwell_faults import TEST, lines_of
+from blackwell_faults import lines_of
+
+TEST = "BlackwellProbe.ComputesAProduct"
 
 PAIR = "9blackwell12pair_productINS1_"
 STORE = PAIR + "12RowProductOfINS1_5StoreI6__half"
 STORE_EXPERT = PAIR + "14DepthProductOfINS1_11StoreExpertI13__nv_bfloat16"
+ACTIVATE = PAIR + "12RowProductOfINS1_8ActivateI"
+ACTIVATE_GRAD = PAIR + "12RowProductOfINS1_12ActivateGradI"
+APART, PAIRS = "13__nv_bfloat16", "6__half"  # the probe has gate and up apart in bf16
+
+REGISTER = r"%(?:rd|rs|r)\d+"
 
 
 def with_scratch(line, operand, opcode, value, size):
     """The line, with `opcode register, value` in the place of its register number `operand`."""
-    at = list(re.finditer(r"%(?:rd|rs|r)\d+", line))[operand]
+    at = list(re.finditer(REGISTER, line))[operand]
     changed = f"{line[: at.start()]}scratch{line[at.end() :]}"
     return f"{{ .reg .b{size} scratch; {opcode} scratch, {at.group()}, {value}; {changed} }}"
 
@@ -37,6 +45,26 @@ def flipped(operand, bits, size):
 
 def replaced(old, new):
     return lambda line: line.replace(old, new)
+
+
+def with_address(opcode, bytes_):
+    """Changes the address in global memory, the first or only register of 64 bits."""
+
+    def change(line):
+        registers = [m.group() for m in re.finditer(REGISTER, line)]
+        place = next(i for i, register in enumerate(registers) if register.startswith("%rd"))
+        return with_scratch(line, place, opcode, bytes_, 64)
+
+    return change
+
+
+def further(bytes_):
+    return with_address("add.u64", bytes_)
+
+
+def neighbour(bytes_):
+    """Exchanges neighbours of so many bytes, which are all in the array."""
+    return with_address("xor.b64", bytes_)
 
 
 MMA, COMMIT = r"\s*tcgen05\.mma", r"\s*tcgen05\.commit"
@@ -174,12 +202,83 @@ def changed_barriers():
     )
 
 
-def outcome(program, changes):
-    """How the probe notices the changes; empty if it does not."""
+LOADED_D, STORED = r"\s*tcgen05\.ld", r"\s*st\.global\.v4"
+NEXT_COLUMNS = 16  # bytes: a lane stores eight columns
+# Bytes of a row of A in the probe. A row of H has twice as many.
+ROW = 136 * 2
+BUFFER = 2048  # bytes of a staging buffer
+MAP = 128  # bytes of a tensor map
+
+
+def changed_halves():
+    """With gate and up apart a CTA loads columns of both matrices."""
+    for box, name, opcode in ((0, "gate", "add.u64"), (1, "up", "sub.u64")):
+        yield (
+            f"box of {name}: from the other matrix",
+            BOX,
+            slice(box, box + 1),
+            changed(1, opcode, MAP, 64),
+        )
+
+
+def changed_epilogue_of_a():
+    """With gate and up apart the kernel loads D of gate and of up, and stores four times each H of
+    gate, H of up, and A."""
+    yield "gate and up exchanged in D", LOADED_D, slice(0, 2), changed(0, "xor.b32", 64)
+    for part, name in enumerate(("gate", "up")):
+        bias = slice(part, part + 1)
+        yield f"bias of {name}: the next column", r"\s*ld\.global\.nc\.b16", bias, neighbour(2)
+    for first, name, row in ((0, "H of gate", 2 * ROW), (4, "H of up", 2 * ROW), (8, "A", ROW)):
+        four = slice(first, first + 4)
+        yield f"{name} in the next columns", STORED, four, further(NEXT_COLUMNS)
+        yield f"{name} in the next row", STORED, four, further(row)
+        yield f"{name}: columns exchanged", r"\s*st\.shared\.v4", four, changed(0, "xor.b32", 16)
+
+
+def changed_epilogue_of_pairs():
+    """The next load of D and stores: H, four times, and A, twice."""
+    yield "D: the other 32 pairs", LOADED_D, slice(2, 3), changed(0, "xor.b32", 64)
+    for part, name in enumerate(("gate", "up")):
+        bias = slice(2 + part, 3 + part)
+        yield f"bias of {name}: the next column", r"\s*ld\.global\.nc\.b16", bias, neighbour(2)
+    for stores, name, row in ((slice(12, 16), "H", 2 * ROW), (slice(16, 18), "A", ROW)):
+        yield f"{name} in the next columns", STORED, stores, further(NEXT_COLUMNS)
+        yield f"{name} in the next row", STORED, stores, further(row)
+
+
+def changed_epilogue_of_dh():
+    """The kernel reads H to two staging buffers, four times each, and stores dH from there."""
+    yield "row weight of the next row", r"\s*ld\.global\.nc\.f32", None, neighbour(4)
+    yield "dS in the next part", r"\s*st\.global\.f32", None, further(4)
+    yield "D: eight columns further", LOADED_D, None, changed(0, "xor.b32", 8)
+    for first, name in ((0, "first buffer"), (4, "second buffer")):
+        four = slice(first, first + 4)
+        yield (
+            f"H, {name}: the next columns",
+            r"\s*ld\.global\.v4\.u32",
+            four,
+            neighbour(NEXT_COLUMNS),
+        )
+        yield f"dH, {name}: in the next columns", STORED, four, further(NEXT_COLUMNS)
+        yield f"dH, {name}: in the next row", STORED, four, further(2 * ROW)
+    yield "A' in the next columns", STORED, slice(8, 12), further(NEXT_COLUMNS)
+    yield "A' in the next row", STORED, slice(8, 12), further(ROW)
+    for load, name, opcode in ((0, "gate", "add.u32"), (1, "up", "sub.u32")):
+        yield (
+            f"{name} from the buffer of the other",
+            r"\s*ld\.shared\.v4",
+            slice(load, load + 1),
+            changed(4, opcode, BUFFER),
+        )
+
+
+def outcome(program, product, changes):
+    """How a product of the probe notices the changes; empty if it does not."""
     settings = {
         "SONICMOE_EMULATED_CAPABILITY": "10.0",
         "SONICMOE_EMULATED_PATIENCE": "20",
         "SONICMOE_EMULATED_INSTEAD": "\n".join(changes),
+        "SONICMOE_PRODUCT": product,
     }
     run = subprocess.run(
         [program, f"--gtest_filter={TEST}"],
@@ -191,36 +290,77 @@ def outcome(program, changes):
     )
     if run.returncode == 0:
         return ""
-    note = re.search(r"^note: .*device 0: (.+), so", run.stdout, re.M)
+    note = re.search(r"^note: (.+)$", run.stdout, re.M)
     fault = re.search(r"^emulator: device 0: .*?Params(?:\)|E): (?:\S+: )?(.+)$", run.stderr, re.M)
     if note is not None:
         return "result: " + note.group(1)
     return "emulator: " + (fault.group(1)[:110] if fault else run.stderr[-300:].strip())
 
 
-def main():
-    program = sys.argv[1]
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
-    data = Path(program).read_bytes()
-    unnoticed = []
-    for kernel in (STORE, STORE_EXPERT):
+def engine_changes(sums_rows):
+    return [*changed_products(sums_rows), *changed_loads(sums_rows), *changed_barriers()]
+
+
+# Kernels with the product of the probe that each computes. Those of one template share what comes
+# before the epilogue.
+KERNELS = {
+    "store": (STORE, "experts of", engine_changes(False)),
+    "store_expert": (STORE_EXPERT, "a weight gradient", engine_changes(True)),
+    "activate": (
+        ACTIVATE + APART,
+        "A, gate and up apart",
+        [*changed_epilogue_of_a(), *changed_halves(), *engine_changes(False)],
+    ),
+    "activate_pairs": (
+        ACTIVATE + PAIRS,
+        "A, gate and up alternating",
+        list(changed_epilogue_of_pairs()),
+    ),
+    "activate_grad": (
+        ACTIVATE_GRAD + APART,
+        "dH, gate and up apart",
+        [*changed_epilogue_of_dh(), *engine_changes(False)],
+    ),
+    "activate_grad_pairs": (
+        ACTIVATE_GRAD + PAIRS,
+        "dH, gate and up alternating",
+        list(changed_epilogue_of_dh()),
+    ),
+}
+
+
+def mutations(data, only):
+    """Kind of kernel, name of the change, product of the probe, and the changed lines."""
+    for kind, (kernel, product, changes) in KERNELS.items():
         lines = lines_of(data, kernel)
-        is_grad = kernel == STORE_EXPERT
-        changes = [*changed_products(is_grad), *changed_loads(is_grad), *changed_barriers()]
         for name, pattern, which, change in changes:
-            if only not in name:
+            if only not in f"{kind} {name}":
                 continue
             found = [(number, line) for number, line in lines if re.match(pattern, line)]
             if which is not None:
-                found = [found[which]]
+                found = found[which] if isinstance(which, slice) else [found[which]]
             assert found, name
-            instead = [f"{kernel}:{number}:{change(line).strip()}" for number, line in found]
-            noticed = outcome(program, instead)
-            kind = "store" if kernel == STORE else "store_expert"
-            print(f"{kind:12} {name}: {noticed or 'NOT NOTICED'}", flush=True)
-            if not noticed:
-                unnoticed.append((kind, name))
-    return 1 if unnoticed else 0
+            yield (
+                kind,
+                name,
+                product,
+                [f"{kernel}:{number}:{change(line).strip()}" for number, line in found],
+            )
+
+
+def main():
+    program = sys.argv[1]
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    unnoticed = 0
+    asked = list(mutations(Path(program).read_bytes(), only))
+    # A product that does not end sleeps for 5 seconds.
+    with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
+        outcomes = pool.map(lambda a: outcome(program, a[2], a[3]), asked)
+        for (kind, name, *_), noticed in zip(asked, outcomes, strict=True):
+            print(f"{kind:20} {name}: {noticed or 'NOT NOTICED'}", flush=True)
+            unnoticed += not noticed
+    print(f"{len(asked) - unnoticed} of {len(asked)} changes were noticed")
+    return 1 if unnoticed or not asked else 0
 
 
 if __name__ == "__main__":

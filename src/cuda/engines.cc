@@ -41,7 +41,7 @@ struct OpenDevice : Device {
 void use_engine(const Engine& engine, OpenDevice& device) {
   device.engine = &engine;
   device.engine_state = engine.open(device.ordinal);
-  const std::string fault = engine.probe == nullptr ? "" : engine.probe(device);
+  const std::string fault = engine.probe == nullptr ? "" : engine.probe(device, "");
   if (fault.empty()) return;
   std::vector<const Engine*> others(engines().begin(), engines().end());
   std::erase(others, &engine);

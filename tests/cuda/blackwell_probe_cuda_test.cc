@@ -1,9 +1,10 @@
-// The probe of the engine blackwell. tests/blackwell_faults.py runs this with faults in the
-// kernels.
+// The probe of the engine blackwell. tests/blackwell_faults.py and tests/blackwell_mutations.py run
+// this with faults in the kernels.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <iostream>
+#include <string>
 
 #include "cuda/engines.h"
 #include "test_device.h"
@@ -37,6 +38,25 @@ TEST(BlackwellProbe, DecidesWhichEngineServes) {
   }
   std::cout << "note: " << note << "\n";
   cuda::close_device(device);
+}
+
+// Only the products whose names contain SONICMOE_PRODUCT, without opening the device with this
+// engine, which would compute all.
+TEST(BlackwellProbe, ComputesAProduct) {
+  cuda::Device device = testing::test_device();
+  if (device.capability / 10 != 10) {
+    GTEST_SKIP() << "the engine does not serve " << device.capability;
+  }
+  const char* product = std::getenv("SONICMOE_PRODUCT");
+  for (const cuda::Engine* engine : cuda::engines()) {
+    if (engine->name != std::string("blackwell")) continue;
+    device.engine = engine;
+    device.engine_state = engine->open(device.ordinal);
+    const std::string fault = engine->probe(device, product == nullptr ? "A, " : product);
+    std::cout << "note: " << fault << "\n";
+    EXPECT_EQ(fault, "");
+  }
+  EXPECT_NE(device.engine, nullptr);
 }
 
 }  // namespace

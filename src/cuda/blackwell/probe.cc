@@ -4,14 +4,17 @@
 #include <cuda_fp16.h>
 
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/blackwell/products.h"
 #include "cuda/blackwell/shape.h"
+#include "cuda/portable/shape.h"
 
 namespace sonicmoe::cuda::blackwell {
 namespace {
@@ -45,17 +48,28 @@ struct Trial {
 };
 
 // A tile of 256 rows; rows past the end of an expert, with MN-major weights; rings that go round,
-// with tiles of 128 rows and 64 columns; a weight gradient. Each has a k tile that is not full.
+// with tiles of 128 rows and 64 columns; the epilogues of A and dH; weight gradients. Each has a k
+// tile that is not full. Together they run all kernels.
 const Trial kInOrder{"256 rows in order", {256}, 520, 256, DType::kBF16, false};
 const Trial kGathered{"200 gathered rows", {200}, 136, 200, DType::kBF16, true};
 const Trial kExperts{
     "experts of 300, 0, 1 and 129 rows", {300, 0, 1, 129}, 456, 264, DType::kF16, true};
-const Trial kGrad{"a weight gradient of 100, 0, 70, 1 and 192 rows",
-                  {100, 0, 70, 1, 192},
-                  136,
-                  200,
-                  DType::kBF16,
-                  true};
+const Trial kActivated{"A, gate and up apart", {160, 0, 1, 71}, 136, 2 * 136, DType::kBF16, true};
+const Trial kActivatedPairs{
+    "A, gate and up alternating", {160, 0, 1, 71}, 136, 2 * 136, DType::kF16, true};
+const Trial kActivatedGrad{"dH, gate and up apart", {160, 0, 1, 71}, 136, 136, DType::kBF16, true};
+const Trial kActivatedGradPairs{
+    "dH, gate and up alternating", {160, 0, 1, 71}, 136, 136, DType::kF16, true};
+
+/// The trial of a weight gradient.
+Trial grad_trial(DType dtype) {
+  return {"a weight gradient of 100, 0, 70, 1 and 192 rows",
+          {100, 0, 70, 1, 192},
+          136,
+          200,
+          dtype,
+          true};
+}
 
 /// Integers from -2 to 2.
 std::vector<int> small_integers(std::size_t count, unsigned seed) {
@@ -65,15 +79,15 @@ std::vector<int> small_integers(std::size_t count, unsigned seed) {
   return values;
 }
 
-Bits bits_of(int value, DType dtype) {
-  const auto v = static_cast<float>(value);
-  return dtype == DType::kBF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v))
-                               : __half_as_ushort(__float2half_rn(v));
+Bits bits_of(float value, DType dtype) {
+  return dtype == DType::kBF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
+                               : __half_as_ushort(__float2half_rn(value));
 }
 
-std::vector<Bits> bits_of(const std::vector<int>& values, DType dtype) {
+template <class Number>
+std::vector<Bits> bits_of(const std::vector<Number>& values, DType dtype) {
   std::vector<Bits> bits;
-  for (const int v : values) bits.push_back(bits_of(v, dtype));
+  for (const Number v : values) bits.push_back(bits_of(static_cast<float>(v), dtype));
   return bits;
 }
 
@@ -138,14 +152,20 @@ constexpr Bits kUntouched = 0xffff;
                                  "again with another engine.");
 }
 
-/// The arguments of a trial in device memory, and the result that it must have.
+/// A result in device memory, and what it must be.
+struct Result {
+  Bits* data;
+  std::vector<Bits> expected;
+};
+
+/// The arguments of a trial in device memory, and the results that it must have.
 struct Operands {
   Workspace work;
   Metadata lists{};
   std::int32_t* index = nullptr;  ///< null: rows are in order
   std::vector<int> x, other;      ///< gathered rows (tokens, width), and the other operand
   std::vector<int> row_of;        ///< of x, for each row in expert order
-  std::vector<Bits> expected;
+  std::vector<Result> results;
   std::int32_t* exceeded = nullptr;
 
   Operands(const Trial& t, std::size_t others)
@@ -177,13 +197,16 @@ struct Operands {
   RowOperand rows(const Trial& t) {
     return {tensor2(work.copy(bits_of(x, t.dtype)), t.dtype, t.tokens(), t.width), index};
   }
-  /// Memory for the result, and behind it elements that must stay as they are.
-  Bits* out(int columns) {
+  /// Memory for a result, and behind it kGuardRows of `columns` elements that must stay as they
+  /// are.
+  Bits* out(std::vector<Bits> expected, int columns) {
     expected.resize(expected.size() + std::size_t(kGuardRows) * columns, kUntouched);
-    return work.copy(std::vector<Bits>(expected.size(), kUntouched));
+    Bits* const data = work.copy(std::vector<Bits>(expected.size(), kUntouched));
+    results.push_back({data, std::move(expected)});
+    return data;
   }
-  /// What is wrong with the result of a launch; empty: nothing.
-  std::string fault(const Device& device, const Trial& t, const Bits* out) {
+  /// What is wrong with the results of a launch; empty: nothing.
+  std::string fault(const Device& device, const Trial& t) {
     const cudaError_t status = work.wait();
     if (status == cudaErrorNotReady) give_up(device, t, "does not end");
     if (status != cudaSuccess) {
@@ -193,12 +216,15 @@ struct Operands {
     if (work.read(exceeded, 1)[0] != 0) {
       return product + " did not end within " + std::to_string(kWaitLimit.count()) + " seconds";
     }
-    const std::vector<Bits> result = work.read(out, expected.size());
-    std::size_t wrong = 0;
-    for (std::size_t i = 0; i < result.size(); ++i) wrong += result[i] != expected[i];
+    std::size_t wrong = 0, all = 0;
+    for (const auto& [data, expected] : results) {
+      const std::vector<Bits> found = work.read(data, expected.size());
+      for (std::size_t i = 0; i < found.size(); ++i) wrong += found[i] != expected[i];
+      all += found.size();
+    }
     if (wrong == 0) return "";
-    return product + " was wrong in " + std::to_string(wrong) + " of " +
-           std::to_string(result.size()) + " elements";
+    return product + " was wrong in " + std::to_string(wrong) + " of " + std::to_string(all) +
+           " elements";
   }
 };
 
@@ -211,9 +237,9 @@ Device one_pair_of(const Device& device) {
 enum class Order { kDepth, kColumns };  ///< what is contiguous in the weights
 
 /// D (rows, columns) = rows * weights^T.
-std::string fault_of_rows(const Device& device, const Trial& t, Order order) {
+std::vector<int> products_of(const Trial& t, const Operands& o) {
   const auto columns = std::size_t(t.columns), depth = std::size_t(t.width);
-  Operands o(t, t.rows.size() * columns * depth);
+  std::vector<int> sums;
   std::size_t row = 0;
   for (std::size_t e = 0; e < t.rows.size(); ++e) {
     for (int r = 0; r < t.rows[e]; ++r, ++row) {
@@ -222,10 +248,16 @@ std::string fault_of_rows(const Device& device, const Trial& t, Order order) {
         const int* w = o.other.data() + (e * columns + c) * depth;
         int sum = 0;
         for (std::size_t k = 0; k < depth; ++k) sum += x[k] * w[k];
-        o.expected.push_back(bits_of(sum, t.dtype));
+        sums.push_back(sum);
       }
     }
   }
+  return sums;
+}
+
+/// The weights (experts, columns, width) in device memory.
+Tensor weights_of(const Trial& t, Operands& o, Order order) {
+  const auto columns = std::size_t(t.columns), depth = std::size_t(t.width);
   std::vector<int> stored = o.other;
   for (std::size_t i = 0; order == Order::kColumns && i < stored.size(); ++i) {
     const std::size_t e = i / (columns * depth), c = i / depth % columns, k = i % depth;
@@ -234,21 +266,133 @@ std::string fault_of_rows(const Device& device, const Trial& t, Order order) {
   Tensor weights =
       tensor3(o.work.copy(bits_of(stored, t.dtype)), t.dtype, t.experts(), t.columns, t.width);
   if (order == Order::kColumns) weights.stride[1] = 1, weights.stride[2] = t.columns;
-  Bits* const out = o.out(t.columns);
+  return weights;
+}
+
+/// Launches a row product and compares its results.
+std::string fault_of(const Device& device, const Trial& t, Operands& o,
+                     const WeightOperand& weights, const decltype(RowProduct::epilogue)& epilogue) {
   const RowProduct product{.dtype = t.dtype,
                            .groups = o.groups(t),
                            .rows = o.rows(t),
-                           .weights = {weights, {}, WeightParts::kOne},
-                           .epilogue = StoreOutput{tensor2(out, t.dtype, t.all_rows(), t.columns)},
+                           .weights = weights,
+                           .epilogue = epilogue,
                            .hints = {}};
   multiply_rows_within(o.limit(), one_pair_of(device), product, o.work.stream());
-  return o.fault(device, t, out);
+  return o.fault(device, t);
+}
+
+std::string fault_of_rows(const Device& device, const Trial& t, Order order) {
+  Operands o(t, t.rows.size() * t.columns * t.width);
+  Bits* const out = o.out(bits_of(products_of(t, o), t.dtype), t.columns);
+  return fault_of(device, t, o, {weights_of(t, o, order), {}, WeightParts::kOne},
+                  StoreOutput{tensor2(out, t.dtype, t.all_rows(), t.columns)});
+}
+
+/// Where gate and up of a column of A are in a row of H.
+struct HiddenColumns {
+  int gate, up;
+  HiddenColumns(GateLayout layout, int column, int width)
+      : gate(layout == GateLayout::kInterleaved ? 2 * column : column),
+        up(layout == GateLayout::kInterleaved ? 2 * column + 1 : width + column) {}
+};
+
+/// Both functions as the kernels compute them: of integers, but with the signs of zeros.
+float relu(float x) { return x < 0.0f ? 0.0f : x; }
+float relu_slope(float x, float g) { return x > 0.0f ? g : 0.0f; }
+
+/// H = D + bias and A = relu(gate) up.
+std::string fault_of_activate(const Device& device, const Trial& t, GateLayout layout) {
+  const int width = t.columns / 2;
+  Operands o(t, t.rows.size() * t.columns * t.width);
+  const std::vector<int> biases = small_integers(t.rows.size() * t.columns, 3);
+  const std::vector<int> sums = products_of(t, o);
+  std::vector<Bits> h(sums.size()), a;
+  std::size_t row = 0;
+  for (std::size_t e = 0; e < t.rows.size(); ++e) {
+    for (int r = 0; r < t.rows[e]; ++r, ++row) {
+      for (int c = 0; c < width; ++c) {
+        const HiddenColumns at(layout, c, width);
+        const auto hidden = [&](int column, int part) {
+          const std::size_t i = row * t.columns + column;
+          const int sum = sums[i] + biases[(e * 2 + part) * width + c];
+          h[i] = bits_of(static_cast<float>(sum), t.dtype);
+          return static_cast<float>(sum);
+        };
+        const float gate = hidden(at.gate, 0), up = hidden(at.up, 1);
+        a.push_back(bits_of(relu(gate) * up, t.dtype));
+      }
+    }
+  }
+  const auto rows = std::int64_t{t.all_rows()};
+  const auto bias = [&, data = o.work.copy(bits_of(biases, t.dtype))](int part) {
+    Tensor of_part = tensor2(data + part * width, t.dtype, t.experts(), width);
+    of_part.stride[0] = t.columns;
+    return of_part;
+  };
+  const bool apart = layout == GateLayout::kConcatenated;
+  Tensor gate = weights_of(t, o, apart ? Order::kDepth : Order::kColumns), up{};
+  if (apart) {
+    gate.shape[1] = width;
+    up = gate;
+    up.data = static_cast<Bits*>(gate.data) + width * gate.stride[1];
+  }
+  const Activate epilogue{.h = {tensor2(o.out(std::move(h), t.columns), t.dtype, rows, t.columns)},
+                          .a = {tensor2(o.out(std::move(a), width), t.dtype, rows, width)},
+                          .bias_gate = bias(0),
+                          .bias_up = bias(1),
+                          .activation = {ActivationKind::kReGLU},
+                          .layout = layout};
+  return fault_of(device, t, o, {gate, up, apart ? WeightParts::kSideBySide : WeightParts::kOne},
+                  epilogue);
+}
+
+/// dH, A' and the parts of dS of relu(gate) up, with H and row weights of small integers.
+std::string fault_of_activate_grad(const Device& device, const Trial& t, GateLayout layout) {
+  const int width = t.columns, rows = t.all_rows();
+  const int parts = (width + portable::kWarpColumns - 1) / portable::kWarpColumns;
+  Operands o(t, t.rows.size() * t.columns * t.width);
+  const std::vector<int> hidden = small_integers(std::size_t(rows) * 2 * width, 4);
+  const std::vector<int> weights = small_integers(rows, 5);
+  const std::vector<int> sums = products_of(t, o);
+  std::vector<Bits> dh(hidden.size()), a;
+  std::vector<float> scores(std::size_t(rows) * parts);
+  for (std::size_t row = 0; row < std::size_t(rows); ++row) {
+    const auto weight = static_cast<float>(weights[row]);
+    for (int c = 0; c < width; ++c) {
+      const HiddenColumns at(layout, c, width);
+      const std::size_t line = row * 2 * width;
+      const auto gate = static_cast<float>(hidden[line + at.gate]);
+      const auto up = static_cast<float>(hidden[line + at.up]);
+      const auto grad = static_cast<float>(sums[row * width + c]);
+      const float value = relu(gate) * up;
+      dh[line + at.gate] = bits_of(relu_slope(gate, weight * grad) * up, t.dtype);
+      dh[line + at.up] = bits_of(relu(gate) * (weight * grad), t.dtype);
+      a.push_back(bits_of(weight * value, t.dtype));
+      scores[row * parts + c / portable::kWarpColumns] += grad * value;
+    }
+  }
+  std::vector<Bits> score_bits(2 * scores.size());
+  std::memcpy(score_bits.data(), scores.data(), score_bits.size() * sizeof(Bits));
+  const Tensor h = tensor2(o.work.copy(bits_of(hidden, t.dtype)), t.dtype, rows, 2 * width);
+  const ActivateGrad epilogue{
+      .h = {h},
+      .dh = {tensor2(o.out(std::move(dh), 2 * width), t.dtype, rows, 2 * width)},
+      .a = tensor2(o.out(std::move(a), width), t.dtype, rows, width),
+      .row_weight = o.work.copy(std::vector<float>(weights.begin(), weights.end())),
+      .score_parts = reinterpret_cast<float*>(o.out(std::move(score_bits), 2 * parts)),
+      .score_tiles = parts,
+      .activation = {ActivationKind::kReGLU},
+      .layout = layout};
+  const Order order = layout == GateLayout::kConcatenated ? Order::kColumns : Order::kDepth;
+  return fault_of(device, t, o, {weights_of(t, o, order), {}, WeightParts::kOne}, epilogue);
 }
 
 /// D (experts, width, columns): of each expert, gathered rows^T * rows.
 std::string fault_of_grad(const Device& device, const Trial& t) {
   const auto columns = std::size_t(t.columns), width = std::size_t(t.width);
   Operands o(t, std::size_t(t.all_rows()) * columns);
+  std::vector<Bits> expected;
   std::size_t begin = 0;
   for (const int rows : t.rows) {
     std::vector<int> sums(width * columns);
@@ -257,10 +401,10 @@ std::string fault_of_grad(const Device& device, const Trial& t) {
       const int* right = o.other.data() + p * columns;
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += x[i / columns] * right[i % columns];
     }
-    for (const int sum : sums) o.expected.push_back(bits_of(sum, t.dtype));
+    for (const int sum : sums) expected.push_back(bits_of(static_cast<float>(sum), t.dtype));
     begin += rows;
   }
-  Bits* const out = o.out(t.columns);
+  Bits* const out = o.out(std::move(expected), t.columns);
   const Tensor right =
       tensor2(o.work.copy(bits_of(o.other, t.dtype)), t.dtype, t.all_rows(), t.columns);
   const DepthProduct product{.dtype = t.dtype,
@@ -274,27 +418,39 @@ std::string fault_of_grad(const Device& device, const Trial& t) {
                              .hints = {},
                              .companion = Companion::kNone};
   multiply_depth_within(o.limit(), one_pair_of(device), product, o.work.stream());
-  return o.fault(device, t, out);
+  return o.fault(device, t);
 }
 
-std::string run_probe(const Device& device) {
+std::string run_probe(const Device& device, std::string_view only) {
   const CurrentDevice current(device);
-  std::string fault = fault_of_rows(device, kInOrder, Order::kDepth);
-  if (fault.empty()) fault = fault_of_rows(device, kGathered, Order::kColumns);
-  if (fault.empty()) fault = fault_of_rows(device, kExperts, Order::kDepth);
-  if (fault.empty()) fault = fault_of_grad(device, kGrad);
+  std::string fault;
+  const auto ask = [&](const Trial& t, const auto& fault_of_trial, auto... how) {
+    if (!fault.empty() || std::string_view(t.name).find(only) == std::string_view::npos) return;
+    fault = fault_of_trial(device, t, how...);
+  };
+  constexpr GateLayout kApart = GateLayout::kConcatenated, kPairs = GateLayout::kInterleaved;
+  ask(kInOrder, fault_of_rows, Order::kDepth);
+  ask(kGathered, fault_of_rows, Order::kColumns);
+  ask(kExperts, fault_of_rows, Order::kDepth);
+  ask(grad_trial(DType::kBF16), fault_of_grad);
+  ask(grad_trial(DType::kF16), fault_of_grad);
+  ask(kActivated, fault_of_activate, kApart);
+  ask(kActivatedPairs, fault_of_activate, kPairs);
+  ask(kActivatedGrad, fault_of_activate_grad, kApart);
+  ask(kActivatedGradPairs, fault_of_activate_grad, kPairs);
   return fault;
 }
 
 }  // namespace
 
-std::string probe(const Device& device) {
+std::string probe(const Device& device, std::string_view only) {
+  if (!only.empty()) return run_probe(device, only);
   static std::mutex mutex;
   static std::map<int, std::string> answers;
   const std::lock_guard lock(mutex);
   const auto found = answers.find(device.ordinal);
   if (found != answers.end()) return found->second;
-  return answers[device.ordinal] = run_probe(device);
+  return answers[device.ordinal] = run_probe(device, "");
 }
 
 }  // namespace sonicmoe::cuda::blackwell

@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/backend_table.h"
@@ -64,8 +65,9 @@ struct Engine {
   /// handle owns it.
   std::shared_ptr<void> (*open)(int ordinal);
   /// Whether the engine computes rightly on an open device, by experiment: empty if so, else what
-  /// differed, as "its product of ... was wrong in ...". Null: not in question.
-  std::string (*probe)(const Device& device) = nullptr;
+  /// differed, as "its product of ... was wrong in ...". Tests ask for the products whose names
+  /// contain `only`; if it is empty, all are computed. Null: not in question.
+  std::string (*probe)(const Device& device, std::string_view only) = nullptr;
   BackwardOrder (*backward_order)(const Problem& problem, const BackwardArgs& args);
   /// multiply_rows and multiply_depth launch one product. If one of them threw, the earlier steps
   /// of the pass would already be launched. So every engine must serve the epilogues of the passes
