@@ -1,7 +1,4 @@
 // tcgen05.cp: the copy of scale factors from shared to tensor memory.
-#include <algorithm>
-#include <cstring>
-
 #include "ops_tensor.h"
 #include "umma.h"
 
@@ -42,26 +39,9 @@ struct ScaleCopy {
   }
 };
 
-/// Products that are issued before are complete when the copy writes, but PTX does not say so where
-/// it writes D.
-void check_pipeline(Warp& warp, const Columns& target, const VectorClock& order) {
-  std::vector<TensorWarp::Product>& products = warp.tensor.products;
-  std::erase_if(products, [&](const auto& p) { return order.has(p.stamp); });
-  if (std::any_of(products.begin(), products.end(),
-                  [&](const auto& p) { return p.d.overlaps(target); })) {
-    throw Fault("tcgen05.cp writes " + target.text() +
-                ", where D of a product lies that has not been waited for");
-  }
-  std::vector<Columns>& copied = warp.tensor.copied;
-  if (std::any_of(copied.begin(), copied.end(),
-                  [&](const auto& c) { return c.overlaps(target); })) {
-    throw Fault("tcgen05.cp writes " + target.text() +
-                ", which another tcgen05.cp has written, and no product lies between them");
-  }
-  copied.push_back(target);
-}
-
-/// Shared memory is read and tensor memory is written later, in the order of the thread's products.
+/// Shared memory is read and tensor memory is written later, before the products that the thread
+/// issues later. PTX does not say that it is written behind earlier products or copies, so the
+/// thread must have waited for those that access the columns.
 Next run_scale_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const int lane = single_lane(lanes, "tcgen05.cp");
   const int group = (i.detail & kIsPair) != 0 ? 2 : 1;
@@ -76,10 +56,7 @@ Next run_scale_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (source.span != 0) throw Fault("a swizzle of the source of tcgen05.cp is not emulated");
   const Stamp stamp = warp.clock().issue(Agent::kTensorCopies);
   const ClockCopy known = warp.clock().release();
-  VectorClock order = warp.clock().tensor_order();
-  check_pipeline(warp, target, order);
-  order.add(stamp);
-  order.add(warp.clock().last(Agent::kTensorProducts));
+  const VectorClock order = warp.clock().tensor_order();
   for (int c = 0; c < group; ++c) {
     Cta& cta = c == 0 ? warp.cta() : other_of_pair(warp);
     cta.tensor().check_allocated(target);

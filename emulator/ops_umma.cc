@@ -32,13 +32,26 @@ Umma::Part part_of(Warp& warp, Cta& cta, const UmmaShape& shape, std::uint64_t a
   return {&cta, matrix(a, shape.major_a, shape.type_a), matrix(b, shape.major_b, shape.type_b)};
 }
 
+bool overlap(const std::vector<Columns>& some, const Columns& columns) {
+  return std::any_of(some.begin(), some.end(),
+                     [&](const Columns& c) { return c.overlaps(columns); });
+}
+
+std::vector<Columns> scales_of(const Umma& product) {
+  if (product.shape.kind == UmmaKind::kF16) return {};
+  return {product.scales_a(), product.scales_b()};
+}
+
 /// Products with the same kind, D and shape run in the order of their issue. Others must have
 /// waited.
 void check_pipeline(Warp& warp, const Umma& product, const VectorClock& order) {
   std::vector<TensorWarp::Product>& products = warp.tensor.products;
   const Columns d = product.columns();
   const UmmaShape& shape = product.shape;
+  TensorWarp::Product now{d, shape.kind, shape.m, shape.n, scales_of(product), product.stamp};
   std::erase_if(products, [&](const auto& p) { return order.has(p.stamp); });
+  if (overlap(now.scales, d))
+    throw Fault("tcgen05.mma writes " + d.text() + ", where its scales lie");
   for (const TensorWarp::Product& p : products) {
     const bool is_same =
         p.d.first == d.first && p.m == shape.m && p.n == shape.n && p.kind == shape.kind;
@@ -46,21 +59,24 @@ void check_pipeline(Warp& warp, const Umma& product, const VectorClock& order) {
       throw Fault("tcgen05.mma writes " + d.text() +
                   ", which a product of another shape or place writes and has not been waited for");
     }
+    if (overlap(p.scales, d)) {
+      throw Fault("tcgen05.mma writes " + d.text() +
+                  ", which have scales of a product that has not been waited for");
+    }
+    if (overlap(now.scales, p.d)) {
+      throw Fault("tcgen05.mma has scales in " + p.d.text() +
+                  ", which a product writes that has not been waited for");
+    }
   }
-  std::erase_if(products, [&](const auto& p) { return p.d.first == d.first; });
-  products.push_back({d, shape.kind, shape.m, shape.n, product.stamp});
-  warp.tensor.copied.clear();
-}
-
-void check_scales(const Umma& product, const Columns& scales, const TensorWarp& tensor) {
-  if (scales.overlaps(product.columns())) {
-    throw Fault("tcgen05.mma has scales in " + scales.text() + ", where its D lies");
+  const auto same = std::find_if(products.begin(), products.end(),
+                                 [&](const auto& p) { return p.d.first == d.first; });
+  if (same == products.end()) return products.push_back(std::move(now));
+  for (const Columns& s : same->scales) {
+    if (std::find(now.scales.begin(), now.scales.end(), s) == now.scales.end()) {
+      now.scales.push_back(s);
+    }
   }
-  if (std::any_of(tensor.products.begin(), tensor.products.end(),
-                  [&](const auto& p) { return p.d.overlaps(scales); })) {
-    throw Fault("tcgen05.mma has scales in " + scales.text() +
-                ", where D of a product lies that has not been waited for");
-  }
+  *same = std::move(now);
 }
 
 /// Notes the write of D and the reads of scales. What the thread has copied before is there.
@@ -70,9 +86,7 @@ void note_product(Warp& warp, const Umma& product) {
   order.add(product.stamp);
   order.add(warp.clock().last(Agent::kTensorCopies));
   const Columns d = product.columns();
-  std::vector<Columns> scales;
-  if (product.shape.kind == UmmaKind::kMxf8) scales = {product.scales_a(), product.scales_b()};
-  for (const Columns& s : scales) check_scales(product, s, warp.tensor);
+  const std::vector<Columns> scales = scales_of(product);
   for (int c = 0; c < product.ctas; ++c) {
     TensorMemory& memory = product.parts[c].cta->tensor();
     memory.check_allocated(d);

@@ -21,6 +21,7 @@ struct Columns {
   bool overlaps(const Columns& other) const {
     return first < other.first + other.count && other.first < first + count;
   }
+  bool operator==(const Columns&) const = default;
   std::string text() const;  ///< "columns 0 to 31 of tensor memory"
 };
 
@@ -84,10 +85,10 @@ struct TensorWarp {
     Columns d;
     UmmaKind kind;
     int m, n;
+    std::vector<Columns> scales;  ///< of all of them with this D
     Stamp stamp;
   };
   std::vector<Product> products;
-  std::vector<Columns> copied;  ///< by tcgen05.cp since the last product
 };
 
 }  // namespace sonicmoe::emulator

@@ -196,20 +196,6 @@ TEST(UmmaScaled, LargestAndSmallestScales) {
   }
 }
 
-/// Copies and products of a thread keep their order, products with other scales too.
-TEST(UmmaScaled, OrderOfAThread) {
-  const Operands operands({});
-  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
-    EXPECT_EQ(operands.sums(kScales + kClear + kAdd + kScales + kAdd + kEnd, seed),
-              operands.expected(3));
-    // The scales of A are those of B in the second product.
-    const std::string other = copy(1, kWarpx4, kColumnsOfA, "%rd11");
-    EXPECT_NE(operands.sums(kScales + kClear + other + kAdd + kEnd, seed), operands.expected(2));
-    EXPECT_EQ(operands.sums(kScales + kClear + other + kClear + kCopyA + kClear + kEnd, seed),
-              operands.expected());
-  }
-}
-
 /// In every order of the warps, which wait before they load D.
 void expect_fault(std::string body, const char* sentence, const Product& p = {}) {
   const Operands operands(p);
@@ -224,8 +210,33 @@ void expect_fault(std::string body, const char* sentence, const Product& p = {})
   }
 }
 
+const std::string kAgain =
+    "$again:\nmbarrier.try_wait.parity.shared::cta.b64 %p4, [%r3], 1;\n@!%p4 bra $again;\n";
+
+/// A product comes behind the copies of its thread. A copy must wait for products.
+TEST(UmmaScaled, OrderOfAThread) {
+  const Operands operands({});
+  const std::string rest = kernel_of(1).commit() + kAgain;
+  const std::string waited = kEnd + kAfter + "bar.sync 0;\n";
+  // The scales of A are those of B in the second product.
+  const std::string other = copy(1, kWarpx4, kColumnsOfA, "%rd11");
+  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+    EXPECT_EQ(operands.sums(kScales + kClear + kAdd + kClear + kAdd + kAdd + kEnd, seed),
+              operands.expected(3));
+    EXPECT_EQ(operands.sums(kScales + kClear + waited + kScales + kAdd + rest, seed),
+              operands.expected(2));
+    EXPECT_NE(operands.sums(kScales + kClear + waited + other + kAdd + rest, seed),
+              operands.expected(2));
+  }
+  expect_fault(kScales + kClear + kScales + kAdd, "has not waited for the write by tcgen05.cp");
+  expect_fault(kScales + kClear + kEnd + "bar.sync 0;\n" + kScales + kAdd + rest,
+               "has not waited for the write by tcgen05.cp");
+  expect_fault(kScales + waited + kClear + kScales + kAdd + rest,
+               "has not waited for the read by tcgen05.mma");
+}
+
 TEST(UmmaScaled, EachCopyAndWaitIsNeeded) {
-  expect_fault(kCopyB + kClear + kEnd, "column ");
+  expect_fault(kCopyB + kClear + kEnd, "is read, and nobody has written it");
   expect_fault(kCopyA + kClear + kEnd, "is read, and nobody has written it");
   expect_fault(kClear + kScales + kEnd, "is read, and nobody has written it");
   expect_fault(kScales + kClear + kEnd + kAfter + copy(1, kWarpx4, 0, "%rd10"),
@@ -248,11 +259,9 @@ TEST(UmmaScaled, CopiesOfAnotherThread) {
     return text;
   };
   const std::string copied = other + by_other(kScales);
-  const std::string again =
-      "$again:\nmbarrier.try_wait.parity.shared::cta.b64 %p4, [%r3], 1;\n@!%p4 bra $again;\n";
   const std::string meet = "tcgen05.fence::before_thread_sync;\nbar.sync 0;\n" + kAfter;
   const std::string waited = by_other(kernel_of(1).commit()) + kDone + kAfter;
-  const std::string rest = kernel_of(1).commit() + again;
+  const std::string rest = kernel_of(1).commit() + kAgain;
   const Operands operands({});
   for (std::uint64_t seed = 1; seed <= 5; ++seed) {
     EXPECT_EQ(operands.sums(copied + waited + "bar.sync 0;\n" + kClear + rest, seed),
@@ -263,7 +272,7 @@ TEST(UmmaScaled, CopiesOfAnotherThread) {
   expect_fault(copied + by_other(kernel_of(1).commit()) + kDone + "bar.sync 0;\n" + kClear + rest,
                "has not waited for the write by tcgen05.cp of warp 1");
   // It copies while products read the scales.
-  expect_fault(kScales + kEnd + kAfter + kClear + meet + copied + again,
+  expect_fault(kScales + kEnd + kAfter + kClear + meet + copied + kAgain,
                "has not waited for the read by tcgen05.mma of warp 0");
 }
 
@@ -273,20 +282,21 @@ TEST(UmmaScaled, FaultsOfPlaces) {
            "%r9, [%r6+" +
            a + "], [%r6+" + b + "], %p3;\n";
   };
-  expect_fault(kScales + scales_at("63", "260") + kEnd, "columns 63 to 66 of tensor memory");
-  expect_fault(kScales + scales_at("256", "63") + kEnd, "where its D lies");
+  expect_fault(kScales + scales_at("63", "260") + kEnd, "where its scales lie");
+  expect_fault(kScales + scales_at("256", "63") + kEnd, "where its scales lie");
   expect_fault(kScales + scales_at("65792", "260") + kEnd, "the scales of A of tcgen05.mma");
   expect_fault(kScales + scales_at("256", "65796") + kEnd, "does not begin at lane 0");
   expect_fault(kScales + scales_at("510", "260") + kEnd, "are not allocated");
-  // D of a product that may not be complete.
-  expect_fault(kScales + kClear + copy(1, kWarpx4, 60, "%rd10") + kEnd,
-               "where D of a product lies that has not been waited for");
-  expect_fault(kScales + copy(1, kWarpx4, 448, "%rd10") + kClear +
-                   "add.s32 %r6, %r6, 448;\n@%p6 tcgen05.mma.cta_group::1.kind::mxf8f6f4."
-                   "block_scale.block32 [%r6], %rd3, %rd4, %r9, [%r6+-448], [%r6+-188], %p3;\n" +
-                   kEnd,
-               "where D of a product lies that has not been waited for");
-  expect_fault(kScales + kCopyA, "and no product lies between them");
+  expect_fault(kScales + kCopyA, "has not waited for the write by tcgen05.cp");
+  // D or scales of a product that may not be complete.
+  expect_fault(kScales + kClear + copy(1, kWarpx4, 60, "%rd10"),
+               "has not waited for the write by tcgen05.mma");
+  const auto second = [&](const std::string& d, const std::string& a, const std::string& b) {
+    return kScales + copy(1, kWarpx4, 448, "%rd10") + copy(1, kWarpx4, 452, "%rd11") + kClear +
+           "add.s32 %r6, %r6, " + d + ";\n" + scales_at(a, b);
+  };
+  expect_fault(second("128", "320", "-128"), "which a product writes that has not been waited for");
+  expect_fault(second("200", "248", "252"), "which have scales of a product");
   expect_fault(copy(1, kWarpx4, 510, "%rd10"), "are not allocated");
   expect_fault(copy(1, kWarpx4, 65792, "%rd10"), "the target of tcgen05.cp");
 }

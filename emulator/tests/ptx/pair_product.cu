@@ -163,7 +163,7 @@ struct Plain {
   static constexpr int kAllocated = kColumns;
 
   __device__ void load_scales(std::uint32_t, std::uint32_t, int) const {}
-  __device__ static void multiply_stage(std::uint32_t d, std::uint32_t at, std::uint32_t,
+  __device__ static void multiply_stage(std::uint32_t d, std::uint32_t at, std::uint32_t, int,
                                         bool accumulates) {
     for (int k = 0; k < kDepth / 16; ++k) {
       multiply(d, kOperand | (at + 2 * k), kOperand | (at + kPart / 16 + 2 * k),
@@ -191,9 +191,10 @@ struct Scaled {
     load(to + kChunk, maps.b, full, 0, 32 * tile);
     load(to + 2 * kChunk, maps.b, full, 0, 32 * (k_tiles + tile));
   }
+  /// Each stage has its own columns for scales: copies are not ordered behind earlier products.
   __device__ static void multiply_stage(std::uint32_t d, std::uint32_t at, std::uint32_t scales,
-                                        bool accumulates) {
-    const std::uint32_t columns = d + kColumns;
+                                        int stage, bool accumulates) {
+    const std::uint32_t columns = d + kColumns + 16 * stage;
     for (int c = 0; c < 3; ++c) {
       copy_scales(columns + 4 * c, kChunkSource | (scales + c * kChunk) / 16);
     }
@@ -249,7 +250,8 @@ __device__ void consume(std::uint32_t d, int k_tiles, std::uint32_t stages,
     wait(shared_address(&barriers.full[stage.index]), stage.parity);
     fence_after();
     Format::multiply_stage(d, (stages + stage.index * 2 * kPart) / 16,
-                           scales_of(stages, stage.index, Format::kScaleBytes), t % k_tiles != 0);
+                           scales_of(stages, stage.index, Format::kScaleBytes), stage.index,
+                           t % k_tiles != 0);
     commit(shared_address(&barriers.empty[stage.index]));
     if (t % k_tiles == k_tiles - 1) commit(shared_address(&barriers.done));
   }
