@@ -177,6 +177,9 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
                    $<TARGET_FILE:sonicmoe_emulated_tests>)
   set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 300)
   add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
+  add_capability_test(BlackwellExchangeKept 10 10.0 "ExchangeKept.TwoRanks*" "")
+  set_property(TEST Emulated.BlackwellExchangeKept APPEND PROPERTY ENVIRONMENT
+                                                                   SONICMOE_ENGINE=blackwell)
   add_test(NAME Emulated.BlackwellFaults
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
                    $<TARGET_FILE:sonicmoe_emulated_tests>)

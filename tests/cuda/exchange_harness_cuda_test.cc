@@ -442,6 +442,17 @@ TEST_F(ExchangeHarness, BlackwellEngine) {
     form.engine = "blackwell";
     expect_sound(form, "routing/ids_more_edges_k2/bf16/integers");
     expect_sound(form, "layout/concatenated_gated");
+    if (transport == ExchangeTransport::kPush) expect_sound(form, "lora/frozen");
+    // A rank without tokens; experts of 0, 1, 63 to 65 and 127 to 129 rows.
+    form.split = Split::kFirstHasNone;
+    expect_sound(form, "routing/ids_edges_k1/bf16/integers");
+    form.exact = true;
+    expect_sound(form, "routing/ids_edges_k4/bf16/integers");
+    // All tokens are of one rank, and all rows are of an expert of the other one or of the same.
+    expect_sound(form, "routing/ids_one_expert_has_all/bf16");
+    form.split = Split::kLastHasAll;
+    expect_sound(form, "routing/ids_one_expert_has_all/bf16/integers");
+    expect_sound(form, "routing/ids_empty/bf16/integers");
   }
 }
 TEST_F(ExchangeHarness, OneRank) {

@@ -11,9 +11,11 @@
 namespace sonicmoe::cuda::blackwell {
 
 /// Loads `rows_of_box` rows by 64 columns of part `part` of rows (C, width) or (C, parts, width).
-/// With one row in a box it is a map of (column, row), for gather4, else of (column, row, 0).
+/// With one row in a box it is a map of (column, row), for gather4, else of (column, row, 0). If
+/// there are no rows, as on a rank without tokens, no kernel uses the map, and CUDA has none.
 inline CUtensorMap rows_map(EncodeTensorMap encode, const Tensor& rows, std::int32_t part,
                             std::int32_t rows_of_box) {
+  if (rows.shape[0] == 0) return {};
   const MapDim columns{rows.shape[rows.rank - 1], 1, kBoxColumns};
   const MapDim lines{rows.shape[0], rows.stride[0], rows_of_box};
   const std::int64_t skip = rows.rank == 3 ? part * rows.stride[1] * kElementBytes : 0;
