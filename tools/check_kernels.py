@@ -35,8 +35,9 @@ REST = "metadata, routing, sums, packed"
 BUDGETS = {
     # 209 kernels (37 products and 2 quantisers of FP8), 16.3 MiB
     "hopper": Budget(217, 17),
-    # 44 kernels (4 of packed weights, 1.5 MiB), 14.4 MiB on 4 architectures
-    "portable": Budget(44, 15),
+    # 48 kernels (8 of packed weights, 3.0 MiB), 15.9 MiB on 4 architectures: products that unpack
+    # FP8 have a loop of their own, since 256 values have no tables in registers
+    "portable": Budget(48, 17),
     # 8 kernels, 0.6 MiB
     "blackwell": Budget(10, 1),
     # 113 kernels (12 that unpack weights), 19.7 MiB on 4 architectures: routing computes the score

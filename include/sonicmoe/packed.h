@@ -6,7 +6,7 @@
 //   moe_backward();
 // - on CUDA, moe_forward() and moe_backward() with a PackedLayer. These unpack a few experts at a
 //   time, so they need less memory, but they unpack every operand in every pass. The portable
-//   engine unpacks kNF4 and kMXFP4 to bf16 inside its products instead.
+//   engine unpacks to bf16 inside its products instead.
 //
 // Element (e, r, c) of the unpacked tensor (E, rows, columns) is value(code) * scale, multiplied in
 // fp32 and rounded once to the dtype of `out`. i = (e * rows + r) * columns + c below.

@@ -132,10 +132,22 @@ class Layer {
   /// Whether the last packed() wrote to the memory for unpacked weights.
   bool wrote_memory() const { return wrote_; }
 
-  /// Gives expert e the packed down weights of expert e + 1: a mistake of an implementation.
-  void exchange_experts() {
-    std::rotate(down_.codes.begin(), down_.codes.begin() + elements() / 2, down_.codes.end());
-    packed_.down = on_device(down_);
+  /// Changes the packed weights of up and of down.
+  void change(const std::function<void(PackedCase&)>& of_up,
+              const std::function<void(PackedCase&)>& of_down) {
+    of_up(up_);
+    of_down(down_);
+    packed_ = {on_device(up_), on_device(down_)};
+  }
+
+  /// Makes each row of x and of dO a unit vector. So H has weights without rounding, and so does
+  /// dO W2^T.
+  void use_unit_vectors() {
+    std::vector<std::uint16_t> rows(kTokens * kHidden);
+    for (std::int64_t t = 0; t < kTokens; ++t)
+      rows[t * kHidden + t * 37 % kHidden] = to_bf16(1).bits;
+    x_->set(rows);
+    dout_->set(rows);
   }
 
   std::string refusal(const Room& room, const std::function<void(PackedLayer&, Weights&)>& spoil) {
@@ -215,7 +227,7 @@ class Layer {
     return lora;
   }
 
-  /// out, dX, dS and the gradients of the biases and of the factors.
+  /// out, dX, dS and the gradients of the biases and of the factors; H after each pass.
   std::vector<std::vector<std::uint8_t>> results(const Weights& weights,
                                                  const PackedLayer* packed) {
     const Sizes forward = moe_sizes(problem_, Pass::kForward, exec_);
@@ -250,16 +262,16 @@ class Layer {
     b.grads.b_down = tensor2(result(kExperts * kHidden * 2), DType::kBF16, kExperts, kHidden);
     b.lora_grads = lora_at({result(factors_[0]->bytes()), result(factors_[1]->bytes()),
                             result(factors_[2]->bytes()), result(factors_[3]->bytes())});
-    if (packed == nullptr) {
-      moe_forward(problem_, f, exec_);
-      moe_backward(problem_, b, exec_);
-    } else {
-      moe_forward(problem_, f, *packed, exec_);
-      moe_backward(problem_, b, *packed, exec_);
-    }
+    packed == nullptr ? moe_forward(problem_, f, exec_) : moe_forward(problem_, f, *packed, exec_);
+    testing::must(cudaDeviceSynchronize());
+    const auto forward_h = h.get();
+    packed == nullptr ? moe_backward(problem_, b, exec_)
+                      : moe_backward(problem_, b, *packed, exec_);
     testing::must(cudaDeviceSynchronize());
     std::vector<std::vector<std::uint8_t>> bytes;
     for (const auto& a : made) bytes.push_back(a->get());
+    bytes.push_back(forward_h);
+    bytes.push_back(h.get());
     return bytes;
   }
 
@@ -284,6 +296,11 @@ bool is_finite(const std::vector<std::uint8_t>& bytes) {
   return true;
 }
 
+/// The first code of the second expert, of codes of 4 bits.
+std::vector<std::uint8_t>::iterator second_expert(PackedCase& c) {
+  return c.codes.begin() + c.rows * c.columns / 2;
+}
+
 struct Form {
   const char* name;
   PackedFormat format;
@@ -300,6 +317,10 @@ constexpr Form kForms[] = {
      kOneTile},
     {"nf4 transposed", PackedFormat::kNF4, false, Halves::kConcatenated, Order::kTransposed},
     {"fp8_blocks", PackedFormat::kFP8Blocks, false, Halves::kConcatenated},
+    {"fp8_blocks, one k tile", PackedFormat::kFP8Blocks, false, Halves::kAlternating,
+     Order::kAsShipped, kOneTile},
+    {"fp8_blocks transposed", PackedFormat::kFP8Blocks, false, Halves::kConcatenated,
+     Order::kTransposed},
 };
 
 class CudaPackedLayer : public testing::EachEngine {
@@ -308,7 +329,7 @@ class CudaPackedLayer : public testing::EachEngine {
   static bool products_unpack(const Form& form) {
     const int capability = testing::test_device().capability;
     return GetParam() == "portable" && (capability < 100 || capability >= 120) &&
-           form.format != PackedFormat::kFP8Blocks && form.order == Order::kAsShipped;
+           form.order == Order::kAsShipped;
   }
 };
 SONICMOE_FOR_EACH_ENGINE(CudaPackedLayer);
@@ -334,10 +355,62 @@ TEST_P(CudaPackedLayer, HasTheBitsOfUnpackedWeights) {
 TEST_P(CudaPackedLayer, TheComparisonRejectsTheNextExpertsWeights) {
   Layer layer(PackedFormat::kNF4, true, Halves::kConcatenated, exec());
   const auto expected = layer.expected();
-  layer.exchange_experts();
+  layer.change(
+      [](PackedCase&) {},
+      [](PackedCase& c) { std::rotate(c.codes.begin(), second_expert(c), c.codes.end()); });
   const auto found = layer.packed({2, 2});
   EXPECT_FALSE(found[0] == expected[0]) << "out";
   EXPECT_FALSE(found[1] == expected[1]) << "dX";
+}
+
+TEST_P(CudaPackedLayer, TheComparisonRejectsTheNeighboursFp8) {
+  const auto next_code = [](PackedCase& c) {
+    std::rotate(c.codes.begin(), c.codes.begin() + 1, c.codes.end());
+  };
+  const auto next_scale = [](PackedCase& c) { testing::rotate_floats(c.scales); };
+  const auto none = [](PackedCase&) {};
+  const auto expect_rejected = [&](const auto& of_up, const auto& of_down) {
+    Layer layer(PackedFormat::kFP8Blocks, false, Halves::kConcatenated, exec());
+    const auto expected = layer.expected();
+    layer.change(of_up, of_down);
+    const auto found = layer.packed({2, 2});
+    EXPECT_FALSE(found[0] == expected[0]) << "out";
+    EXPECT_FALSE(found[1] == expected[1]) << "dX";
+  };
+  expect_rejected(next_code, none);
+  expect_rejected(none, next_code);
+  expect_rejected(next_scale, none);
+  expect_rejected(none, next_scale);
+}
+
+/// All codes, also NaN, and scales that fp32 can just hold.
+TEST_P(CudaPackedLayer, UnpacksEveryCodeOfFp8) {
+  for (const bool extreme : {false, true}) {
+    Layer layer(PackedFormat::kFP8Blocks, false, Halves::kConcatenated, exec());
+    layer.use_unit_vectors();
+    const auto all_codes = [extreme](PackedCase& c) {
+      for (std::int64_t i = 0; i < c.elements(); ++i) {
+        auto& code = c.codes[static_cast<std::size_t>(i)];
+        code = static_cast<std::uint8_t>(i + i / 256 * 101);
+        const bool row_with_nan = extreme && i / c.columns % 8 == 5;
+        if ((code & 0x7f) == 0x7f && !row_with_nan) code = static_cast<std::uint8_t>(code - 1);
+      }
+      if (!extreme) return;
+      std::vector<float> scales(c.scales.size() / 4, 0.03f);
+      for (std::size_t i = 0; i < scales.size(); i += 3) {
+        scales[i] = i % 2 == 0 ? 0x1.8p120f : -0x1.4p-130f;
+      }
+      scales[1] = 0.0f;
+      c.scales = testing::bytes_of(scales);
+    };
+    layer.change(all_codes, all_codes);
+    const auto expected = layer.expected();
+    EXPECT_EQ(is_finite(expected[0]), !extreme);
+    const auto found = layer.packed({2, 5});
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(found[i] == expected[i]) << "result " << i << (extreme ? ", extreme" : "");
+    }
+  }
 }
 
 TEST_P(CudaPackedLayer, RefusesWeightsOfAnotherLayerAndWrongMemory) {

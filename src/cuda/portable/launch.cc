@@ -46,7 +46,7 @@ void run(const Launch& launch, const void* params, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(params)};
   const dim3 ctas(static_cast<unsigned>(launch.ctas));
   const dim3 threads(static_cast<unsigned>(threads_of(launch.shape)));
-  const auto shared = static_cast<std::size_t>(shared_bytes(launch.shape));
+  const auto shared = static_cast<std::size_t>(shared_bytes(launch.shape) + launch.more_bytes);
   check_cuda(cudaLaunchKernel(launch.kernel, ctas, threads, arguments, shared, stream),
              "launching a kernel of the portable engine");
 }

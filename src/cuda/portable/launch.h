@@ -28,6 +28,7 @@ struct Launch {
   const void* kernel;
   TileShape shape;
   std::int32_t ctas;
+  std::int32_t more_bytes = 0;  ///< of shared memory, beyond shared_bytes(shape)
 };
 /// `params` is the kernel's Params.
 void run(const Launch& launch, const void* params, cudaStream_t stream);

@@ -73,14 +73,35 @@ struct PackedCodes {
   /// 0x32103210. As an argument it is in a register, and an instruction is saved, which can have
   /// one constant only.
   std::uint32_t digits;
+  std::uint32_t zero;        ///< 0, which the compiler does not know
   std::int32_t block_shift;  ///< log2 of a block's elements / 32
   ScaleKind scale;
+};
+
+/// Where a matrix of weights is in an expert's packed matrix: its line i begins at row
+/// row + i * row_step, in column `column`.
+struct Fp8View {
+  std::int32_t row;
+  std::int32_t row_step;
+  std::int32_t column;
+};
+
+/// Packed weights of e4m3 codes with scales of 128 x 128 elements (producers/fp8_line.cuh).
+struct Fp8Codes {
+  const std::uint8_t* codes;
+  const float* scales;
+  std::uint32_t across;         ///< scales of 128 rows
+  std::uint32_t expert_scales;  ///< scales of an expert
+  Fp8View views[2];             ///< weights[0] and [1]
 };
 
 /// The tiles of a row product with packed weights: weights[0] and [1] are codes, and their strides
 /// bytes of codes.
 struct PackedTilesParams : RowTilesParams {
   PackedCodes codes;
+};
+struct Fp8TilesParams : RowTilesParams {
+  Fp8Codes codes;
 };
 
 /// The tiles of a depth product: for each expert, left^T right, summed over its rows.

@@ -1,5 +1,6 @@
 // Row products: A, Y, dH, dX~ and the grouped GEMM.
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 
 #include "core/packed_values.h"
@@ -87,18 +88,22 @@ void launch_rows(const Device& device, const RowProduct& product, const Launch& 
       ctas_of(device, kernel.shape, product.groups.most_tiles(tiles.column_tiles));
   tiles.records_apart = ctas / tiles.column_tiles;
   tiles.column_tiles_apart = ctas % tiles.column_tiles;
-  run({kernel.kernel, kernel.shape, ctas}, &params, stream);
+  run({kernel.kernel, kernel.shape, ctas, kernel.more_bytes}, &params, stream);
 }
 
 // Packed weights.
 
-const void* packed_kernel_of(const StoreOutput&, Major major) { return packed_store_kernel(major); }
-const void* packed_kernel_of(const Activate&, Major major) {
-  return major == Major::kK ? packed_activate_kernel() : nullptr;
+const void* packed_kernel_of(const StoreOutput&, Codes codes, Major major) {
+  return packed_store_kernel(codes, major);
 }
-const void* packed_kernel_of(const ActivateGrad&, Major major) {
-  return major == Major::kMN ? packed_activate_grad_kernel() : nullptr;
+const void* packed_kernel_of(const Activate&, Codes codes, Major major) {
+  return major == Major::kK ? packed_activate_kernel(codes) : nullptr;
 }
+const void* packed_kernel_of(const ActivateGrad&, Codes codes, Major major) {
+  return major == Major::kMN ? packed_activate_grad_kernel(codes) : nullptr;
+}
+
+bool is_fp8(const PackedWeights& packed) { return packed.format == PackedFormat::kFP8Blocks; }
 
 constexpr std::int64_t kPackedElements = 32;  ///< that a thread unpacks at a time
 
@@ -113,26 +118,60 @@ bool has_whole_runs(const Tensor& t, const void* memory) {
          offset % (kPackedElements * kElementBytes) == 0;
 }
 
+/// Where `t`, a view of memory at `memory`, is in the packed matrix of an expert, if each of its
+/// lines is a row or a part of a row.
+std::optional<Fp8View> view_of(const Tensor& t, const PackedWeights& packed, const void* memory) {
+  const bool is_k_major = major_of(t) == Major::kK;
+  const std::int64_t first =
+      (bytes_of(t) - static_cast<const std::uint8_t*>(memory)) / kElementBytes;
+  const std::int64_t line = t.stride[is_k_major ? 1 : 2];
+  const std::int64_t column = first % packed.columns;
+  if (line % packed.columns != 0 || column + t.shape[is_k_major ? 2 : 1] > packed.columns) {
+    return {};
+  }
+  return Fp8View{static_cast<std::int32_t>(first / packed.columns),
+                 static_cast<std::int32_t>(line / packed.columns),
+                 static_cast<std::int32_t>(column)};
+}
+
 bool can_unpack(const Device& device, const PackedProduct& work) {
-  constexpr std::int64_t kMostRuns = std::int64_t{1} << 32;
+  constexpr std::int64_t kMostUnits = std::int64_t{1} << 32;
   const PackedWeights& packed = *work.weights;
   const WeightOperand& w = work.product.weights;
   const void* memory = unpacked_memory(w);
+  const auto fits = [&](const Tensor& t) {
+    return t.data == nullptr ||
+           (has_whole_runs(t, memory) && (!is_fp8(packed) || view_of(t, packed, memory)));
+  };
   return state_of(device).unpacks && work.product.dtype == DType::kBF16 &&
-         packed.format != PackedFormat::kFP8Blocks &&
-         packed.experts * packed.rows * packed.columns / kPackedElements < kMostRuns &&
-         reinterpret_cast<std::uintptr_t>(packed.codes.data) % 16 == 0 &&
-         has_whole_runs(w.first, memory) &&
-         (w.second.data == nullptr || has_whole_runs(w.second, memory));
+         packed::bytes_of(packed).codes / 16 < kMostUnits &&
+         reinterpret_cast<std::uintptr_t>(packed.codes.data) % 16 == 0 && fits(w.first) &&
+         fits(w.second);
 }
 
 /// The codes of matrices that would be unpacked to `t`, a view of memory at `memory`.
 Matrices packed_matrices(const Tensor& t, const PackedWeights& packed, const void* memory) {
-  constexpr std::int64_t kElements = 2;  // of a byte of codes
+  const std::int64_t bytes = is_fp8(packed) ? kElementBytes : kElementBytes * 2;  // of a code's
   const Matrices m = matrices_of(t);
   const std::int64_t offset = m.data - static_cast<const std::uint8_t*>(memory);
-  return {static_cast<const std::uint8_t*>(packed.codes.data) + offset / kElementBytes / kElements,
-          m.expert_bytes / kElementBytes / kElements, m.line_bytes / kElementBytes / kElements};
+  return {static_cast<const std::uint8_t*>(packed.codes.data) + offset / bytes,
+          m.expert_bytes / bytes, m.line_bytes / bytes};
+}
+
+Fp8Codes fp8_codes_of(const PackedProduct& work) {
+  const PackedWeights& packed = *work.weights;
+  const WeightOperand& w = work.product.weights;
+  const void* memory = unpacked_memory(w);
+  Fp8Codes codes{};
+  codes.codes = static_cast<const std::uint8_t*>(packed.codes.data);
+  codes.scales = static_cast<const float*>(packed.scales.data);
+  codes.across = static_cast<std::uint32_t>(packed::divide_up(packed.columns, packed::kFP8Block));
+  codes.expert_scales =
+      codes.across * static_cast<std::uint32_t>(packed::divide_up(packed.rows, packed::kFP8Block));
+  codes.views[0] = *view_of(w.first, packed, memory);
+  codes.views[1] =
+      w.parts == WeightParts::kOne ? codes.views[0] : *view_of(w.second, packed, memory);
+  return codes;
 }
 
 PackedCodes codes_of(const PackedWeights& packed) {
@@ -180,19 +219,30 @@ bool multiply_packed_rows(const Device& device, const PackedProduct& work, cudaS
   const RowProduct& product = work.product;
   const WeightOperand& w = product.weights;
   const void* memory = unpacked_memory(w);
+  RowTilesParams tiles = tiles_of(product, kPackedShape);
+  tiles.weights[0] = packed_matrices(w.first, *work.weights, memory);
+  tiles.weights[1] = w.parts == WeightParts::kOne
+                         ? tiles.weights[0]
+                         : packed_matrices(w.second, *work.weights, memory);
   return std::visit(
       [&](const auto& epilogue) {
-        const void* kernel = packed_kernel_of(epilogue, major_of(w.first));
+        const bool fp8 = is_fp8(*work.weights);
+        const void* kernel =
+            packed_kernel_of(epilogue, fp8 ? Codes::kFp8 : Codes::kDigits, major_of(w.first));
         if (kernel == nullptr) return false;
-        PackedTilesParams tiles{tiles_of(product, kPackedShape), codes_of(*work.weights)};
-        tiles.weights[0] = packed_matrices(w.first, *work.weights, memory);
-        tiles.weights[1] = w.parts == WeightParts::kOne
-                               ? tiles.weights[0]
-                               : packed_matrices(w.second, *work.weights, memory);
-        launch_rows(device, product, {kernel, kPackedShape, 0},
-                    ProductParams<PackedTilesParams, decltype(epilogue_params(epilogue))>{
-                        tiles, epilogue_params(epilogue)},
-                    stream);
+        const auto launch = [&](const auto& packed_tiles, int more_bytes) {
+          const auto params = epilogue_params(epilogue);
+          launch_rows(
+              device, product, {kernel, kPackedShape, 0, more_bytes},
+              ProductParams<std::decay_t<decltype(packed_tiles)>, std::decay_t<decltype(params)>>{
+                  packed_tiles, params},
+              stream);
+        };
+        if (fp8) {
+          launch(Fp8TilesParams{tiles, fp8_codes_of(work)}, kFp8More);
+        } else {
+          launch(PackedTilesParams{tiles, codes_of(*work.weights)}, kDigitsMore);
+        }
         return true;
       },
       product.epilogue);

@@ -141,6 +141,14 @@ constexpr int ctas_each(const TileShape& shape) {
   return with_shape(shape,
                     []<Depth kDepth, Width kWidth>() { return Shape<kDepth, kWidth>::kCtas; });
 }
+/// Products of packed weights: bytes of a thread's codes, of 32 weights, and of the values of all
+/// digits.
+inline constexpr int kDigitBytes = 16, kFp8Bytes = 32, kValueBytes = 16 * 4;
+/// Their shared memory beyond shared_bytes().
+inline constexpr int kDigitsMore = threads_of(kPackedShape) * kDigitBytes + kValueBytes;
+inline constexpr int kFp8More = threads_of(kPackedShape) * kFp8Bytes;
+static_assert(shared_bytes(kPackedShape) + kDigitsMore <= 99 * 1024);
+static_assert(shared_bytes(kPackedShape) + kFp8More <= 99 * 1024);
 static_assert(shared_bytes({Depth::k32, Width::k256}) <= 99 * 1024);
 static_assert(shared_bytes({Depth::k64, Width::k256}) <= 163 * 1024);
 

@@ -57,13 +57,16 @@ class FragmentsA {
   template <int kStep>
   __device__ __forceinline__ void load(std::uint32_t (&a)[4][4], std::uint32_t stage) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (kMajor == Major::kK) {
-        ptx::load_matrices(a[i], stage + (base_ ^ (kStep << 5)) + i * 16 * Shape::kLineBytes);
-      } else {
-        ptx::load_matrices_transposed(
-            a[i], stage + (base_ ^ (i << 5)) + kStep * 16 * kTileRows * kElementBytes);
-      }
+    for (int i = 0; i < 4; i++) load_fragment<kStep>(a[i], stage, i);
+  }
+  template <int kStep>
+  __device__ __forceinline__ void load_fragment(std::uint32_t (&a)[4], std::uint32_t stage,
+                                                int i) const {
+    if constexpr (kMajor == Major::kK) {
+      ptx::load_matrices(a, stage + (base_ ^ (kStep << 5)) + i * 16 * Shape::kLineBytes);
+    } else {
+      ptx::load_matrices_transposed(
+          a, stage + (base_ ^ (i << 5)) + kStep * 16 * kTileRows * kElementBytes);
     }
   }
 
@@ -124,22 +127,23 @@ class FragmentsB {
 /// FragmentsB (math/fragment.cuh): with ColumnOrder::kAscending those from 8j on.
 using Accumulators = float[4][8][4];
 
-/// A warp's operands for 16 of K.
-struct Operands {
-  std::uint32_t a[4][4];
-  std::uint32_t b[4][4];
-};
+/// A warp's operand for 16 of K: 4 fragments of A, or 8 of B.
+using Operand = std::uint32_t[4][4];
 
-/// Issues the mma.sync of 16 of K. After the products of 16 rows it calls between<i>(), i = 0 to 3.
+/// Issues the mma.sync of 16 of K. After every second it calls between<i>(), i = 0 to 15.
 template <class Element, class Between>
-__device__ __forceinline__ void multiply_add(Accumulators& acc, const Operands& operands,
+__device__ __forceinline__ void multiply_add(Accumulators& acc, const Operand& a, const Operand& b,
                                              const Between& between) {
   const auto rows = [&]<int i>() {
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      ptx::multiply_add<Element>(acc[i][j], operands.a[i], &operands.b[j / 2][j % 2 * 2]);
-    }
-    between.template operator()<i>();
+    const auto columns = [&]<int j>() {
+      ptx::multiply_add<Element>(acc[i][2 * j], a[i], &b[j][0]);
+      ptx::multiply_add<Element>(acc[i][2 * j + 1], a[i], &b[j][2]);
+      between.template operator()<4 * i + j>();
+    };
+    columns.template operator()<0>();
+    columns.template operator()<1>();
+    columns.template operator()<2>();
+    columns.template operator()<3>();
   };
   rows.template operator()<0>();
   rows.template operator()<1>();

@@ -83,6 +83,15 @@ class Kernel {
   __device__ __forceinline__ Kernel(const Params& p, const Pipeline<Shape>& pipeline)
       : p_(p), pipeline_(pipeline), producer_(p.tiles), a_(warp_), b_(warp_) {}
 
+  /// Copies are issued after every 2 * kApart mma.sync of a warp.
+  static constexpr int kApart = Producer::kStores ? 1 : 4;
+
+  /// Waits until all warps have read the stage to fill.
+  __device__ __forceinline__ void wait_for_room() const {
+    pipeline_.empty(fill_.stage).wait(fill_.parity ^ 1);
+    meet_for_racecheck();
+  }
+
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() {
     if constexpr (kFrom < kTo) {
@@ -103,16 +112,24 @@ class Kernel {
     producer_.advance(p_.tiles);
   }
 
+  /// A warp's operands. Those of B are loaded one step ahead. Those of A are, too, unless registers
+  /// are needed for stores: then a fragment is replaced after its last mma.sync.
+  static constexpr int kBuffersA = Producer::kStores ? 1 : 2;
+  struct Operands {
+    Operand a[kBuffersA];
+    Operand b[2];
+  };
+
   template <int kStep>
-  __device__ __forceinline__ void load(Operands& operands) const {
-    a_.template load<kStep>(operands.a, pipeline_.address(read_.stage));
-    b_.template load<kStep>(operands.b, pipeline_.address(read_.stage));
+  __device__ __forceinline__ void load_all(Operands& operands) const {
+    a_.template load<kStep>(operands.a[kStep % kBuffersA], pipeline_.address(read_.stage));
+    b_.template load<kStep>(operands.b[kStep & 1], pipeline_.address(read_.stage));
   }
 
   /// Computes the sums of a tile of D. Its first k tile must have arrived.
   __device__ __forceinline__ void multiply(Accumulators& acc, int k_tiles) {
-    Operands operands[2];
-    load<0>(operands[0]);
+    Operands operands;
+    load_all<0>(operands);
     for (int i = 0; i < k_tiles; i++) {
       multiply_steps<0>(acc, operands);
       finish_copies();
@@ -123,26 +140,52 @@ class Kernel {
   /// loaded one step ahead: the last step loads those of the next k tile, which may belong to the
   /// next tile of D.
   template <int kStep>
-  __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
-    if constexpr (kStep == kFirstCopies) {
-      pipeline_.empty(fill_.stage).wait(fill_.parity ^ 1);
-      meet_for_racecheck();
-    }
-    if constexpr (kStep + 1 == kSteps) {
+  __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands& operands) {
+    constexpr bool kIsLast = kStep + 1 == kSteps;
+    constexpr int kNext = (kStep + 1) % kSteps;
+    if constexpr (kStep == kFirstCopies && Producer::kFirstStore == 0) wait_for_room();
+    const auto empty = pipeline_.empty(read_.stage);
+    const auto leave = [&] {
       __syncwarp();
-      if (warp_.lane == 0) pipeline_.empty(read_.stage).arrive();
+      if (warp_.lane == 0) empty.arrive();
+    };
+    if constexpr (kIsLast) {
+      if constexpr (kBuffersA == 2) leave();
       read_.next();
       pipeline_.full(read_.stage).wait(read_.parity);
     }
-    load<(kStep + 1) % kSteps>(operands[(kStep + 1) & 1]);
-    multiply_add<Element>(acc, operands[kStep & 1], [&]<int i>() {
-      if constexpr (kStep >= kFirstCopies) {
-        constexpr int kPlaces = 4 * (kSteps - kFirstCopies);
-        constexpr int kPlace = 4 * (kStep - kFirstCopies) + i;
+    if constexpr (kBuffersA == 2) {
+      load_all<kNext>(operands);
+    } else {
+      b_.template load<kNext>(operands.b[kNext & 1], pipeline_.address(read_.stage));
+    }
+    multiply_add<Element>(acc, operands.a[kStep % kBuffersA], operands.b[kStep & 1], [&]<int i>() {
+      if constexpr (kBuffersA == 1) {
+        if constexpr (i % 4 == 3) {
+          a_.template load_fragment<kNext>(operands.a[0][i / 4], pipeline_.address(read_.stage),
+                                           i / 4);
+        }
+        if constexpr (kIsLast && i == 2) leave();  // the reads of the step before have ended
+      }
+      constexpr bool kIsPlace = i % kApart == kApart - 1;
+      if constexpr (kStep >= kFirstCopies && kIsPlace) {
+        constexpr int kPlaces = 16 / kApart * (kSteps - kFirstCopies);
+        constexpr int kPlace = 16 / kApart * (kStep - kFirstCopies) + i / kApart;
+        if constexpr (kPlace > 0 && kPlace == Producer::kFirstStore) wait_for_room();
         copy<kPlace * Producer::kCopies / kPlaces, (kPlace + 1) * Producer::kCopies / kPlaces>();
+        if constexpr (kBuffersA == 1) {
+          tie<kPlace>(operands.a[0][(i / 4 + 1) % 4][0]);
+        }
       }
     });
-    if constexpr (kStep + 1 < kSteps) multiply_steps<kStep + 1>(acc, operands);
+    if constexpr (!kIsLast) multiply_steps<kStep + 1>(acc, operands);
+  }
+
+  /// Makes the operand of the next mma.sync depend on what copy() has computed before. Otherwise
+  /// ptxas would compute half of it after the last mma.sync of a k tile.
+  template <int kPlace>
+  __device__ __forceinline__ void tie(std::uint32_t& operand) const {
+    if constexpr (Producer::has_zero(kPlace)) operand |= producer_.zero(p_.tiles);
   }
 
   const Params& p_;

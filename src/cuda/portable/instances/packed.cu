@@ -5,6 +5,8 @@
 #include "cuda/portable/epilogues/activate_grad.cuh"
 #include "cuda/portable/epilogues/store.cuh"
 #include "cuda/portable/instances/instances.cuh"
+#include "cuda/portable/producers/fp8_line.cuh"
+#include "cuda/portable/producers/packed_line.cuh"
 #include "cuda/portable/producers/rows.cuh"
 
 namespace sonicmoe::cuda::portable {
@@ -13,20 +15,28 @@ namespace {
 using Element = __nv_bfloat16;
 using Tile = Shape<kPackedShape.depth, kPackedShape.width>;
 
+template <Major kMajor, class Epilogue, class Weights>
+const void* kernel_of() {
+  return address_of<Kernel<Element, RowProducer<Tile, kMajor, Epilogue, Weights>, Epilogue>>();
+}
+
 template <Major kMajor, class Epilogue>
-const void* kernel() {
-  return address_of<Kernel<Element, RowProducer<Tile, kMajor, Epilogue, Element>, Epilogue>>();
+const void* kernel(Codes codes) {
+  return codes == Codes::kFp8 ? kernel_of<kMajor, Epilogue, Fp8<Element>>()
+                              : kernel_of<kMajor, Epilogue, Digits<Element>>();
 }
 
 }  // namespace
 
-const void* packed_store_kernel(Major major) {
-  return major == Major::kK ? kernel<Major::kK, Store<Element>>()
-                            : kernel<Major::kMN, Store<Element>>();
+const void* packed_store_kernel(Codes codes, Major major) {
+  return major == Major::kK ? kernel<Major::kK, Store<Element>>(codes)
+                            : kernel<Major::kMN, Store<Element>>(codes);
 }
-const void* packed_activate_kernel() { return kernel<Major::kK, Activate<Element>>(); }
-const void* packed_activate_grad_kernel() {
-  return kernel<Major::kMN, ActivateGrad<Element, kPackedShape.width>>();
+const void* packed_activate_kernel(Codes codes) {
+  return kernel<Major::kK, Activate<Element>>(codes);
+}
+const void* packed_activate_grad_kernel(Codes codes) {
+  return kernel<Major::kMN, ActivateGrad<Element, kPackedShape.width>>(codes);
 }
 
 }  // namespace sonicmoe::cuda::portable

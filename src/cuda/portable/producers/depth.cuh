@@ -24,6 +24,7 @@ class DepthProducer {
   static constexpr Major kMajorB = Major::kMN;
   static constexpr int kCopies = Shape::kCopies;
   static constexpr bool kStores = false;
+  static constexpr int kFirstStore = 0;
 
   __device__ __forceinline__ explicit DepthProducer(const Params& p) {
     const int each = p.row_tiles * p.column_tiles;

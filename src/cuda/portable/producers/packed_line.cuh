@@ -1,156 +1,144 @@
 // Unpacks weights of 4 bits inside a product: global memory has their codes only.
 //
-// In each k tile a thread unpacks 32 neighbouring elements of the packed tensor, whose 16 bytes of
-// codes share one scale:
-//
-//   | order   | the 32 elements             | threads                         |
-//   | K-major | all k of one column         | one for each column of the tile |
-//   | other   | neighbouring columns, one k | 8 for each k of the tile        |
-//
-// They have only 16 different values. So the thread multiplies and rounds 16 times, and keeps the
-// results as two tables, of low and of high bytes. A code selects a byte of each by prmt: no load
-// from shared memory is needed.
+// A thread's 32 elements (codes_line.cuh) have only 16 different values. So the thread multiplies
+// and rounds 16 times, and keeps the results as two tables, of low and of high bytes. A code
+// selects a byte of each by prmt.
 #pragma once
 
 #include <cstdint>
 
 #include "core/packed_values.h"
-#include "cuda/math/column_order.h"
 #include "cuda/math/element.cuh"
-#include "cuda/math/layouts.h"
 #include "cuda/portable/engine/architecture.cuh"
-#include "cuda/portable/params.h"
-#include "cuda/portable/ptx/load.cuh"
-#include "cuda/ptx/copy.cuh"
+#include "cuda/portable/producers/codes_line.cuh"
 #include "cuda/ptx/shared.cuh"
-#include "cuda/ptx/store16.cuh"
 
 namespace sonicmoe::cuda::portable {
 
-/// A thread's weights of the current k tile. fetch(), tabulate() and store() belong to one k tile,
-/// advance() moves on. In a low-rank term the weights are the factor's elements: copy() is all.
+/// A thread's weights.
 template <class Shape, Major kMajor, ColumnOrder kOrder, class Element>
-class PackedLine {
+class PackedLine : public CodesLine<Shape, kMajor, kOrder, kDigitBytes> {
+  using Base = CodesLine<Shape, kMajor, kOrder, kDigitBytes>;
+  using Base::kChunks;
+  using Base::kFirstChunk;
+  using Base::unit_;
+
  public:
-  /// Where the thread's elements are in a k tile: half() of the tile's columns, the first column()
-  /// in this half, and the first k().
-  static __device__ __forceinline__ int half() { return threadIdx.x / (Shape::kThreads / 2); }
-  static __device__ __forceinline__ int column() {
-    constexpr int kHalf = Shape::kColumns / 2;
-    return kMajor == Major::kK ? line() % kHalf : slice() * kElements % kHalf;
-  }
-  static __device__ __forceinline__ int k() { return kMajor == Major::kK ? 0 : line(); }
+  using Params = PackedTilesParams;
+  /// The place after which codes of the next k tile are fetched.
+  static constexpr int kFetch = Base::kFirstStore;
 
-  /// Begins a part of K. `m` are codes, or with `low_rank` elements, of the half of the tile that
-  /// begins at `first_column`.
-  __device__ __forceinline__ void open(const PackedTilesParams& p, const Matrices& m, int expert,
-                                       int first_column, bool low_rank) {
-    const int along = first_column + column();
-    const std::int64_t in_matrix =
-        kMajor == Major::kK ? along * m.line_bytes
-                            : k() * m.line_bytes + along / kElements * (low_rank ? 64 : 16);
-    const std::uint8_t* base = low_rank ? m.data : p.codes.codes;
-    unit_ = static_cast<std::uint32_t>((m.data - base + expert * m.expert_bytes + in_matrix) / 16);
+  /// Writes the values of the codes to shared memory. The CTA must meet before they are read.
+  static __device__ __forceinline__ void prepare(const PackedCodes& p) {
+    if (threadIdx.x < 16) ptx::store_float(values() + threadIdx.x * 4, p.values[threadIdx.x]);
   }
 
-  /// Copies the codes to the place of the last chunk that they become, and loads their scale; zeros
-  /// if they do not exist.
-  __device__ __forceinline__ void fetch(const PackedCodes& p, std::uint32_t stage,
-                                        std::uint32_t exists) {
-    ptx::copy_unit(target(stage, kChunks - 1), p.codes, unit_, exists);
-    ptx::copies_commit();
+  /// Goes to the first codes of a part of K, p.weights[matrix], of the half of the tile that begins
+  /// at `first_column`.
+  __device__ __forceinline__ void open_codes(const Params& p, int matrix, int expert,
+                                             int first_column) {
+    Base::open_units(p.weights[matrix], p.codes.codes, expert, first_column);
+  }
+  /// Goes to the codes of the next k tile.
+  __device__ __forceinline__ void advance_codes(const Params& p, int matrix) {
+    Base::advance_units(p.weights[matrix]);
+  }
+
+  /// Copies codes to the buffer and loads their scale; zeros if they do not exist.
+  __device__ __forceinline__ void fetch(const PackedCodes& p, std::uint32_t exists) {
+    Base::copy_codes(p.codes, exists);
     const std::uint32_t block = unit_ >> p.block_shift;
     scale_ = p.scale == ScaleKind::kFloat
                  ? ptx::load4(static_cast<const float*>(p.scales) + block, exists)
                  : ptx::load1(static_cast<const std::uint8_t*>(p.scales) + block, exists);
   }
 
-  /// Copies the factor's elements, of which the first `chunks` chunks exist.
-  __device__ __forceinline__ void copy(const Matrices& m, std::uint32_t stage, int chunks) const {
-#pragma unroll
-    for (int i = 0; i < kChunks; i++) {
-      ptx::copy_unit(target(stage, i), m.data, unit_ + i, i < chunks);
+  /// Computes the scale of the codes that were fetched last. If the thread's k does not exist, its
+  /// weights become zeros, not NaN.
+  __device__ __forceinline__ void find_scale(const PackedCodes& p, bool k_exists) {
+    if (p.scale == ScaleKind::kExponent) {
+      scale_ = __float_as_uint(packed::e8m0_of(scale_));
+    } else if (p.scale == ScaleKind::kNested) {
+      const std::uint32_t nested = (unit_ >> p.block_shift) / packed::kNestedBlock;
+      scale_ = __float_as_uint(
+          packed::nested_absmax(p.nested_map[scale_], p.nested_scales[nested], *p.nested_offset));
+    }
+    if (!k_exists) scale_ = 0;
+  }
+
+  /// Place i of the work on codes that fetch() has copied. `stores`: whether weights are stored.
+  template <int i>
+  __device__ __forceinline__ void unpack(const PackedCodes& p, std::uint32_t stage, bool stores) {
+    if constexpr (i >= 1 && i < 9) tabulate<i - 1>();
+    if constexpr (i < 8 && i % 2 == 0) values_ = ptx::load_shared16(values() + i * 8);
+    if constexpr (i == kFetch - 1) {
+      ptx::groups_wait();
+      codes_ = ptx::load_shared16(Base::buffer(0));
+    }
+    constexpr int kPart = i - kFirstChunk;
+    if constexpr (kPart >= 0 && kPart < kParts * kChunks) {
+      unpack_chunk<kPart / kParts, kPart % kParts>(p, stage, stores);
     }
   }
 
-  /// Makes the tables of the block. If the thread's k does not exist, its weights become zeros, not
-  /// NaN.
-  __device__ __forceinline__ void tabulate(const PackedCodes& p, bool exists) {
-    const float scale = exists ? scale_of(p) : 0.0f;
-    std::uint32_t pairs[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      pairs[i] = Pair<Element>::pack(key::mul32(p.values[2 * i], scale),
-                                     key::mul32(p.values[2 * i + 1], scale));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      low_[i] = ptx::select_bytes(pairs[2 * i], pairs[2 * i + 1], 0x6420u);
-      high_[i] = ptx::select_bytes(pairs[2 * i], pairs[2 * i + 1], 0x7531u);
-    }
+  /// In code for 12.x: whether a chunk ends at place i, and zero, which depends on the chunk's last
+  /// weights.
+  static constexpr bool has_zero(int i) {
+    const int part = i - kFirstChunk;
+    return kTies && part >= 0 && part < kParts * kChunks && part % kParts == kParts - 1;
   }
-
-  /// Unpacks the elements and stores them. The last chunk replaces the codes. All chunks at once
-  /// would spill registers in the code for 9.0.
-  __device__ __forceinline__ void store(const PackedCodes& p, std::uint32_t stage) const {
-    constexpr int kPairsAtOnce = kArchitecture == 90 ? 1 : kChunks / 2;
-    ptx::groups_wait();
-    const std::uint32_t codes = target(stage, kChunks - 1);
-#pragma unroll(kPairsAtOnce)
-    for (int i = 0; i < kChunks; i += 2) {
-      std::uint32_t first, second;
-      ptx::load_words(first, second, codes + i * 4);
-      store_chunk(p, first, target(stage, i));
-      store_chunk(p, second, target(stage, i + 1));
-    }
-  }
-
-  /// Moves on to the next k tile.
-  __device__ __forceinline__ void advance(const Matrices& m, bool low_rank) {
-    unit_ += kMajor == Major::kK ? (low_rank ? kChunks : 1)
-                                 : static_cast<std::uint32_t>(m.line_bytes / 16) * Shape::kDepth;
+  __device__ __forceinline__ std::uint32_t zero(const PackedCodes& p) const {
+    return last_ & p.zero;
   }
 
  private:
-  static constexpr int kElements = 32;
-  static constexpr int kChunks = 4;
-  static_assert(Shape::kDepth == kElements && Shape::kColumns == Shape::kThreads);
+  static constexpr bool kTies = kArchitecture >= 120;
+  /// Places of a chunk. Chunks end at the end of the products of 16 rows where operands are tied.
+  static constexpr int kParts = kTies ? 4 : 5;
+  static_assert(!kTies || kFirstChunk % 4 == 0);
+  static_assert(kFirstChunk + kParts * kChunks <= Base::kPlaces);
 
-  /// The thread's line of the stage. The eight lanes that store at once have lines with different
-  /// swizzles.
-  static __device__ __forceinline__ int line() {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    if constexpr (kMajor == Major::kMN) return (warp & 3) * 8 + (lane & 7);
-    if constexpr (kOrder == ColumnOrder::kAscending) return threadIdx.x;
-    return warp * 32 + ((lane & 1) | (lane << 2 & 24) | (lane >> 2 & 6));
-  }
-  /// For weights that are not K-major: which 32 columns of the tile.
-  static __device__ __forceinline__ int slice() {
-    return (threadIdx.x >> 7) * 4 + (threadIdx.x >> 3 & 3);
-  }
-  /// Where chunk i of the thread's elements is in a stage: an XOR of one address.
-  static __device__ __forceinline__ std::uint32_t target(std::uint32_t stage, int i) {
-    const int first =
-        kMajor == Major::kK
-            ? line() * Shape::kLineBytes + (Shape::template swizzle<kOrder>(line()) << 4)
-            : line() * Shape::kColumnChunks * 16 + ((slice() * kChunks ^ (line() & 7)) << 4);
-    return stage + (first ^ i << 4);
-  }
+  /// The values of the codes follow the buffer of codes. As kernel arguments they would be kept in
+  /// uniform registers, which are not free.
+  static __device__ __forceinline__ std::uint32_t values() { return Base::behind_codes(); }
 
-  __device__ __forceinline__ void store_chunk(const PackedCodes& p, std::uint32_t code,
-                                              std::uint32_t to) const {
-    const std::uint32_t index = code & 0x77777777u;  // in each half of a table
-    const std::uint32_t half = (code >> 1 & 0x44444444u) | p.digits;
-    const uint2 first = four(p, index, half);
-    const uint2 second = four(p, index >> 16, half >> 16);
-    ptx::store_shared16(to, make_uint4(first.x, first.y, second.x, second.y));
+  /// Computes elements 2i and 2i + 1 of the tables of the block.
+  template <int i>
+  __device__ __forceinline__ void tabulate() {
+    const auto product = [this](std::uint32_t value) {
+      return key::mul32(__uint_as_float(value), __uint_as_float(scale_));
+    };
+    const std::uint32_t pair = i % 2 == 0
+                                   ? Pair<Element>::pack(product(values_.x), product(values_.y))
+                                   : Pair<Element>::pack(product(values_.z), product(values_.w));
+    if constexpr (i % 2 == 0) {
+      low_[i / 2] = pair;
+    } else {
+      const std::uint32_t even = low_[i / 2];
+      low_[i / 2] = ptx::select_bytes(even, pair, 0x6420u);
+      high_[i / 2] = ptx::select_bytes(even, pair, 0x7531u);
+    }
   }
 
-  __device__ __forceinline__ float scale_of(const PackedCodes& p) const {
-    if (p.scale == ScaleKind::kFloat) return __uint_as_float(scale_);
-    if (p.scale == ScaleKind::kExponent) return packed::e8m0_of(scale_);
-    const std::uint32_t nested = (unit_ >> p.block_shift) / packed::kNestedBlock;
-    return packed::nested_absmax(p.nested_map[scale_], p.nested_scales[nested], *p.nested_offset);
+  /// Part kPart of kParts of the work on the 8 codes of a chunk.
+  template <int kChunk, int kPart>
+  __device__ __forceinline__ void unpack_chunk(const PackedCodes& p, std::uint32_t stage,
+                                               bool stores) {
+    if constexpr (kPart == 0) {
+      const std::uint32_t code = kChunk == 0   ? codes_.x
+                                 : kChunk == 1 ? codes_.y
+                                 : kChunk == 2 ? codes_.z
+                                               : codes_.w;
+      index_ = code & 0x77777777u;  // in each half of a table
+      half_ = (code >> 1 & 0x44444444u) | p.digits;
+    }
+    if constexpr (kPart == 1) first_ = four(p, index_, half_);
+    if constexpr (kPart == 3) {
+      const uint2 second = four(p, index_ >> 16, half_ >> 16);
+      last_ = second.y;
+      ptx::store_shared16_if(stores, Base::target(stage, kChunk),
+                             make_uint4(first_.x, first_.y, second.x, second.y));
+    }
   }
 
   /// The elements of the 4 codes of 16 bits.
@@ -165,10 +153,22 @@ class PackedLine {
                       ptx::select_bytes(low, high, p.order[1]));
   }
 
-  std::uint32_t unit_;    ///< position, in 16 bytes of codes or of a factor's elements
-  std::uint32_t scale_;   ///< fp32, or a byte
+  std::uint32_t scale_;   ///< fp32; before find_scale() it may be a byte
   std::uint32_t low_[4];  ///< low bytes of the 16 weights of the block
   std::uint32_t high_[4];
+  // Between places of a k tile only:
+  uint4 values_;
+  uint4 codes_;
+  std::uint32_t index_, half_;
+  uint2 first_;
+  std::uint32_t last_;
+};
+
+/// Weights of 4 bits for RowProducer.
+template <class Element>
+struct Digits {
+  template <class Shape, Major kMajor, ColumnOrder kOrder>
+  using Line = PackedLine<Shape, kMajor, kOrder, Element>;
 };
 
 }  // namespace sonicmoe::cuda::portable

@@ -2,30 +2,46 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/portable/engine/fragments.cuh"
 #include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
-#include "cuda/portable/producers/packed_line.cuh"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/copy.cuh"
 
 namespace sonicmoe::cuda::portable {
 
-/// `ForEpilogue` says in which order its accumulators have the columns of K-major weights.
-/// `Unpacked` is void, or the type of the elements to which packed weights are unpacked.
-template <class OfTile, Major kWeights, class ForEpilogue, class Unpacked = void>
+/// Weights that are not packed.
+struct Elements {
+  struct Nothing {
+    static constexpr bool kIsPacked = false;
+    static constexpr int kFirstStore = 0, kFirstRow = 0;
+    using Params = RowTilesParams;
+  };
+  template <class Shape, Major kMajor, ColumnOrder kOrder>
+  using Line = Nothing;
+};
+
+/// `ForEpilogue` says in which order its accumulators have the columns of K-major weights. That
+/// depends on the architecture, so that the order cannot be an argument of this template: host and
+/// device would have other names for the kernel. `Weights` is Elements, Digits or Fp8.
+template <class OfTile, Major kWeights, class ForEpilogue, class Weights = Elements>
 class RowProducer {
-  static constexpr bool kIsPacked = !std::is_void_v<Unpacked>;
+  static constexpr ColumnOrder kColumnOrder = ForEpilogue::kColumnOrder;
+  using Packed = typename Weights::template Line<OfTile, kWeights, kColumnOrder>;
+  static constexpr bool kIsPacked = Packed::kIsPacked;
 
  public:
   using Shape = OfTile;
-  using Params = std::conditional_t<kIsPacked, PackedTilesParams, RowTilesParams>;
+  using Params = typename Packed::Params;
   static constexpr Major kMajorA = Major::kK;
   static constexpr Major kMajorB = kWeights;
-  /// Calls of copy() for a k tile.
-  static constexpr int kCopies = kIsPacked ? 8 : Shape::kCopies;
+  /// Calls of copy() for a k tile, and the first one that writes to the stage.
+  static constexpr int kCopies = [] {
+    if constexpr (kIsPacked) return Packed::kPlaces;
+    return Shape::kCopies;
+  }();
+  static constexpr int kFirstStore = Packed::kFirstStore;
   /// Whether copy() also stores to the stage by ordinary stores.
   static constexpr bool kStores = kIsPacked;
 
@@ -33,8 +49,9 @@ class RowProducer {
     const int record = blockIdx.x / p.column_tiles;
     take(record, static_cast<int>(blockIdx.x) - record * p.column_tiles, record_of(p, record));
     find_sources(p);
-    ahead_ = record_of(p, after(p).record);
+    look_ahead(p);
     open(p);
+    if constexpr (kIsPacked) begin_codes(p);
   }
 
   /// Issues copy i of the k tile. It has no branch, so that the compiler can place it between
@@ -44,22 +61,30 @@ class RowProducer {
     if constexpr (kIsPacked) {
       unpack_weights<i>(p, stage + Shape::kBytesA);
     }
-    if constexpr (i < kRowsEach) {
+    constexpr int kRow = i - Packed::kFirstRow;
+    if constexpr (kRow >= 0 && kRow < kRowsEach) {
       const std::uint32_t at =
           stage + line() * Shape::kLineBytes + ((chunk() ^ Shape::swizzle(line())) << 4);
-      ptx::copy16(at + i * kApart * Shape::kLineBytes, a_[i],
-                  inside(p) && (present_ >> i & 1) != 0);
-      a_[i] += Shape::kDepth * kElementBytes;
+      ptx::copy16(at + kRow * kApart * Shape::kLineBytes, a_[kRow],
+                  inside(p) && (present_ >> kRow & 1) != 0);
+      a_[kRow] += Shape::kDepth * kElementBytes;
     } else if constexpr (!kIsPacked) {
       copy_weights<i - kRowsEach>(p, stage + Shape::kBytesA);
     }
+  }
+
+  /// Whether the operand after copy() number i is to depend on unpacked weights, and a zero that
+  /// does.
+  static constexpr bool has_zero(int i) { return Packed::has_zero(i); }
+  __device__ __forceinline__ std::uint32_t zero(const Params& p) const {
+    return weights_.zero(p.codes);
   }
 
   /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
     k_ += Shape::kDepth;
     if constexpr (kIsPacked) {
-      weights_.advance(matrices(p, half()), is_low_rank());
+      if (is_low_rank()) weights_.advance_factor(matrices(p, half()));
     } else if constexpr (kIsKMajor) {
       b_[0] += Shape::kDepth * kElementBytes;
       b_[1] += Shape::kDepth * kElementBytes;
@@ -67,11 +92,11 @@ class RowProducer {
       b_[0] += Shape::kDepth * matrices(p, half()).line_bytes;
     }
     if (k_ >= p.depth) next_part(p);
+    if constexpr (kIsPacked) seek_codes(p);
   }
 
  private:
   static constexpr bool kIsKMajor = kWeights == Major::kK;
-  static constexpr ColumnOrder kColumnOrder = ForEpilogue::kColumnOrder;
   static constexpr int kRowsEach = kTileRows * Shape::kLineChunks / Shape::kThreads;
   static constexpr int kLinesEach = Shape::kColumns * Shape::kLineChunks / Shape::kThreads;
   /// For K-major weights: lines between two copies of a thread, and its copies for half a tile.
@@ -79,11 +104,10 @@ class RowProducer {
   static constexpr int kHalf = kLinesEach / 2;
   static_assert(kColumnOrder == ColumnOrder::kAscending || kApart % 32 == 0,
                 "the swizzle of all lines of a thread must be the same");
-  struct Nothing {};
-  using Packed =
-      std::conditional_t<kIsPacked, PackedLine<Shape, kWeights, kColumnOrder, Unpacked>, Nothing>;
   /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
+  /// The bits of packed weights: kFirstWeight for the next codes, this one for a factor.
+  static constexpr int kFactor = kFirstWeight + 1;
   /// part_ in a low-rank term.
   static constexpr int kLowRank = 2;
   /// k_ after the last tile: so far below K that advance() never reaches the end of a part.
@@ -102,33 +126,76 @@ class RowProducer {
     return k_ + chunk() * 8 < p.depth;
   }
 
-  /// The weights of one half of the tile (gate or up) in the current part of K.
+  /// The index of the weights of one half of the tile (gate or up) in a part of K.
+  static __device__ __forceinline__ int matrix(const Params& p, int part, int half) {
+    return p.second_half == 0 ? part + half : part;
+  }
+  /// Those in the current part of K.
   __device__ __forceinline__ const Matrices& matrices(const Params& p, int half) const {
-    return p.weights[p.second_half == 0 ? part_ + half : part_];
+    return p.weights[matrix(p, part_, half)];
   }
 
   __device__ __forceinline__ bool is_low_rank() const { return part_ == kLowRank; }
 
-  /// Part i of the work on packed weights. Their codes are copied before the rows. They are
-  /// unpacked as late as possible, because registers are free only after the last products.
+  /// Place i of the work on packed weights. Their codes are copied a k tile earlier than the rows.
   template <int i>
   __device__ __forceinline__ void unpack_weights(const Params& p, std::uint32_t stage) {
-    constexpr bool kFetches = i == 0, kUnpacks = i == kCopies - 1;
-    const bool k_exists = kIsKMajor || k_ + Packed::k() < p.depth;
-    if constexpr (kFetches) {
-      const bool exists = k_exists && (present_ >> kFirstWeight & 1) != 0;
+    weights_.template unpack<i>(p.codes, stage, !is_low_rank());
+    if constexpr (i == Packed::kFetch) {
       if (is_low_rank()) {
         const int chunks = kIsKMajor ? (p.depth - k_) / 8 : 4;
+        const bool exists = has_k(p, k_) && (present_ >> kFactor & 1) != 0;
         weights_.copy(matrices(p, half()), stage, exists ? chunks : 0);
       } else {
-        weights_.fetch(p.codes, stage, exists);
+        fetch_codes(p, k_ + Shape::kDepth < p.depth ? k_ + Shape::kDepth : 0);
       }
     }
-    if constexpr (kUnpacks) {
-      if (is_low_rank()) return;
-      weights_.tabulate(p.codes, k_exists);
-      weights_.store(p.codes, stage);
+  }
+
+  /// Whether the thread's k of a k tile that begins at `k` exists.
+  static __device__ __forceinline__ bool has_k(const Params& p, int k) {
+    return kIsKMajor || k + Packed::k() < p.depth;
+  }
+
+  /// Copies the codes at weights_, which begin at `k` of their part.
+  __device__ __forceinline__ void fetch_codes(const Params& p, int k) {
+    weights_.fetch(p.codes, has_k(p, k) && (present_ >> kFirstWeight & 1) != 0);
+  }
+
+  /// Copies the codes of the first k tile.
+  __device__ __forceinline__ void begin_codes(const Params& p) {
+    const int first = static_cast<int>(blockIdx.x) % p.column_tiles * p.column_step;
+    const int record = blockIdx.x / p.column_tiles;
+    open_codes(p, 0, record_of(p, record).x, first, record < records_);
+    fetch_codes(p, 0);
+    Packed::prepare(p.codes);
+    __syncthreads();
+    seek_codes(p);
+  }
+
+  /// Goes to the codes of the k tile after that of the rows. In a low-rank term they are those of
+  /// the next tile, and fetched already.
+  __device__ __forceinline__ void seek_codes(const Params& p) {
+    if (is_low_rank()) return;
+    weights_.find_scale(p.codes, has_k(p, k_));
+    if (k_ + Shape::kDepth < p.depth) {
+      weights_.advance_codes(p, matrix(p, part_, half()));
+    } else if (part_ + 1 < p.parts) {
+      const Place place = current(p);
+      open_codes(p, part_ + 1, p.records[place.record].expert, place.column_tile * p.column_step,
+                 true);
+    } else {
+      open_codes(p, 0, record_of(p, next_.record).x, next_.column_tile * p.column_step,
+                 next_.record < records_);
     }
+  }
+
+  __device__ __forceinline__ void open_codes(const Params& p, int part, int expert,
+                                             int first_column, bool exists) {
+    const int first = first_column + half() * p.second_half;
+    weights_.open_codes(p, matrix(p, part, half()), expert, first);
+    exists = exists && first + Packed::column() < p.columns;
+    present_ = (present_ & ~(1u << kFirstWeight)) | (exists ? 1u << kFirstWeight : 0u);
   }
 
   template <int i>
@@ -184,6 +251,19 @@ class RowProducer {
     return place;
   }
 
+  /// The position of the tile before next_.
+  __device__ __forceinline__ Place current(const Params& p) const {
+    const int carry = next_.column_tile < p.column_tiles_apart ? 1 : 0;
+    return {next_.record - p.records_apart - carry,
+            next_.column_tile - p.column_tiles_apart + carry * p.column_tiles};
+  }
+
+  /// Loads the record of the tile after next_. With packed weights no registers are free for it, so
+  /// that it is loaded when a tile begins.
+  __device__ __forceinline__ void look_ahead(const Params& p) {
+    if constexpr (!kIsPacked) ahead_ = record_of(p, after(p).record);
+  }
+
   /// Looks up the rows that the next tile gathers, one tile before they are copied.
   __device__ __forceinline__ void find_sources(const Params& p) {
 #pragma unroll
@@ -199,17 +279,23 @@ class RowProducer {
     TileSlot slot{};
     k_ = kNoMore;
     part_ = 0;
-    present_ = 0;
+    present_ &= kIsPacked ? 1u << kFirstWeight : 0u;  // of codes, which are a k tile ahead
+    // With packed weights no registers are free to keep next_ complete.
+    if constexpr (kIsPacked) take(next_.record, next_.column_tile, record_of(p, next_.record));
     if (next_.record < records_) {
       k_ = 0;
       slot = {next_.expert, next_.row, next_.rows, next_.column_tile * p.column_step,
               p.k_tiles,    0,         {}};
       open_rows(p, slot.rows);
-      open_weights(p, slot.expert, slot.column);
+      if constexpr (!kIsPacked) open_weights(p, slot.expert, slot.column);
       const Place place = after(p);
-      take(place.record, place.column_tile, ahead_);
+      if constexpr (kIsPacked) {
+        take(place.record, place.column_tile, record_of(p, place.record));
+      } else {
+        take(place.record, place.column_tile, ahead_);
+      }
       find_sources(p);
-      ahead_ = record_of(p, after(p).record);
+      look_ahead(p);
     }
     if (threadIdx.x == 0) tile_slots()[count_ % kTileSlots] = slot;
     count_++;
@@ -226,9 +312,10 @@ class RowProducer {
   /// Sets the addresses of the weights to the beginning of a part of K.
   __device__ __forceinline__ void open_weights(const Params& p, int expert, int first_column) {
     if constexpr (kIsPacked) {
+      if (!is_low_rank()) return;
       const int first = first_column + half() * p.second_half;
-      weights_.open(p, matrices(p, half()), expert, first, is_low_rank());
-      present_ |= first + Packed::column() < p.columns ? 1u << kFirstWeight : 0u;
+      weights_.open_factor(matrices(p, half()), expert, first);
+      present_ |= first + Packed::column() < p.columns ? 1u << kFactor : 0u;
     } else if constexpr (kIsKMajor) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -261,9 +348,7 @@ class RowProducer {
       open(p);
       return;
     }
-    const int carry = next_.column_tile < p.column_tiles_apart ? 1 : 0;
-    const int record = next_.record - p.records_apart - carry;
-    const int column_tile = next_.column_tile - p.column_tiles_apart + carry * p.column_tiles;
+    const auto [record, column_tile] = current(p);
     if (low_rank) {
       const TileRecord& read = p.records[record];
       const int row = read.begin + (record - read.first) * kRecordRows + line();
@@ -284,10 +369,10 @@ class RowProducer {
 
   int records_;
   Next next_;
-  int4 ahead_;             // TileRecord of the tile after next_
+  int4 ahead_;             // TileRecord of the tile after next_, unless the weights are packed
   int source_[kRowsEach];  // rows that the next tile gathers
   unsigned count_ = 0;
-  unsigned present_;  // a bit for each line that this thread copies: whether it exists
+  unsigned present_ = 0;  // a bit for each line that this thread copies: whether it exists
   int k_;
   int part_;
   const std::uint8_t* a_[kRowsEach];
