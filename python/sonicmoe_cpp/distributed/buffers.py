@@ -62,37 +62,35 @@ class PeerBuffers:
     """The exchanges of a group for one dtype.
 
     The first call opens an exchange for its sizes; a call with larger sizes opens a larger one.
-    Earlier exchanges stay open, because a backward uses the exchange of its forward.
+    Earlier exchanges stay open, because a backward uses the exchange of its forward. A call uses
+    the smallest exchange that holds its sizes: copy engines send partial sums of as many tokens as
+    the exchange has room for.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self.decided = False
         self.problem: str | None = None  # why no exchange can be opened
-        self.shape: Shape | None = None
         self.like: Tensor | None = None  # an empty tensor of the dtype and GPU
         self.way: str | None = None  # how the last buffers were mapped
-        self.opened: list[int] = []  # the numbers of the exchanges
-
-    @property
-    def number(self) -> int:
-        return self.opened[-1]
+        self.opened: dict[int, Shape] = {}  # the exchanges by number, each larger than those before
+        self.number = -1  # of the exchange that the last open() has chosen
 
     def open(self, needed: Shape, x: Tensor, timeout: float) -> str | None:
-        """Opens an exchange for the shape `needed`, which is the same on all ranks, unless the last
-        exchange is large enough. If no exchange can be opened, returns the reason; the last
-        exchange stays in use."""
-        if self.shape is not None and self.shape.holds(needed):
-            return None
+        """Chooses the exchange for the shape `needed`, which is the same on all ranks. Opens one if
+        none is large enough. If that fails, returns the reason."""
+        for number, shape in self.opened.items():
+            if shape.holds(needed):
+                self.number = number
+                return None
         if self.decided and self.problem is not None:
             return self.problem
         not_in_a_graph("the first call with such sizes opens an exchange")
         self.like = x.detach().new_empty((0,))
-        shape = needed if self.shape is None else self.shape.grown(needed)
+        largest = next(reversed(self.opened.values()), None)
+        shape = needed if largest is None else largest.grown(needed)
         problem = self._open(shape, timeout)
-        if problem is None:
-            self.shape = shape
-        elif not self.decided:
+        if problem is not None and not self.decided:
             self.problem = problem
         self.decided = True
         return problem
@@ -193,6 +191,7 @@ class PeerBuffers:
         problem = self._agreed(code, timeout)
         if problem is None:
             self.way = way.name
-            self.opened.append(number)
+            self.opened[number] = shape
+            self.number = number
             _mapped.append((memory, keeps))
         return problem

@@ -3,6 +3,7 @@ exchange_fake.py replaces. peer_cases.py tests the exchange itself on GPUs."""
 
 import contextlib
 import gc
+import itertools
 import re
 import time
 import weakref
@@ -88,7 +89,8 @@ def one(function, tmp_path, size=2):
 
 
 def grows(rank, size, folder):
-    """The backward of an earlier forward uses the exchange that its forward used."""
+    """The backward of an earlier forward uses the exchange that its forward used. A forward uses
+    the smallest exchange that is large enough."""
     fake = exchange_fake.install()
     layer, other = layer_of(), layer_of()
     first, _ = layer(torch.randn(10, 24))
@@ -99,14 +101,18 @@ def grows(rank, size, folder):
     (first.sum() + second.sum()).backward()
     step(layer, 41)
     step(layer, 59)
-    return [[*o.shape] for o in fake.opened], used
+    backwards = len(used)
+    for tokens in (40 - 35 * rank, 60, 10, 41):
+        step(layer, tokens)
+    return [[*o.shape] for o in fake.opened], used[:2], used[backwards:]
 
 
 def test_exchanges_grow_and_are_shared(tmp_path):
     shapes = [[10, 30, 24], [40, 120, 24], [60, 180, 24]]
-    for opened, used in one(grows, tmp_path):
+    for opened, backwards, steps in one(grows, tmp_path):
         assert opened == shapes
-        assert used[:2] == [1, 0], used
+        assert backwards == [1, 0]
+        assert [number for number, _ in itertools.groupby(steps)] == [1, 2, 0, 2]
 
 
 def too_many(rank, size, folder):
