@@ -205,7 +205,7 @@ struct Way {
   std::string name = "auto";
   ExchangeTransport transport = ExchangeTransport::kAuto;
   int groups = 0;
-  std::optional<bool> awaits_rows{};
+  std::optional<std::int64_t> awaits_from{};
 };
 
 struct Options {
@@ -336,7 +336,7 @@ struct Subject {
       Exchange& e = ranks.exchange(r);
       if (way.transport != ExchangeTransport::kAuto) e.transport = way.transport;
       e.groups = way.groups;
-      e.awaits_rows = way.awaits_rows.value_or(awaits_rows);
+      e.awaits_from = way.awaits_from.value_or(awaits_from);
     });
   }
   /// One thread enqueues for all ranks, so it enqueues each part for all ranks before the next
@@ -359,7 +359,7 @@ struct Subject {
   PretendedRanks ranks;
   Clock clock;
   std::int64_t rows = 0;
-  bool awaits_rows = ranks.exchange(0).awaits_rows;  ///< by the exchange's own choice
+  std::int64_t awaits_from = ranks.exchange(0).awaits_from;  ///< by the exchange's own choice
   std::vector<std::unique_ptr<Layer>> layers;
 };
 
@@ -471,16 +471,16 @@ std::vector<Way> ways_of(const std::string& list) {
       throw std::runtime_error("the way is '" + name + "' but must be auto, copy or push");
     }
     std::string groups = name.substr(4);
-    std::optional<bool> awaits_rows;
+    std::optional<std::int64_t> awaits_from;
     if (!groups.empty() && (groups.back() == 'w' || groups.back() == 'x')) {
-      awaits_rows = groups.back() == 'w';
+      awaits_from = groups.back() == 'w' ? 0 : Exchange::kNever;
       groups.pop_back();
     }
     ways.push_back({name,
                     push   ? ExchangeTransport::kPush
                     : copy ? ExchangeTransport::kCopy
                            : ExchangeTransport::kAuto,
-                    groups.empty() ? 0 : number_of<int>("groups", groups), awaits_rows});
+                    groups.empty() ? 0 : number_of<int>("groups", groups), awaits_from});
   }
   return ways;
 }

@@ -347,10 +347,11 @@ TEST(Exchange, AFailedStepLeavesNaN) {
   EXPECT_TRUE(is_nan(group.layers[0]->out()));
 }
 
-/// As if rank 1 stalled between its start and its rows, for a product whose tiles wait for rows.
-TEST(Exchange, TilesWaitForRowsUntilTheTimeLimit) {
+/// As if the last rank stalled between its start and its rows, for a product whose tiles wait for
+/// rows.
+void expect_tiles_wait_until_the_limit(std::int32_t count) {
   const RankShape shape;
-  GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);
+  GroupOptions options = options_of(shape, count, ExchangeTransport::kCopy);
   Group sound(shape, options);
   sound.route(1, 24);
   const Bits want = sound.run();
@@ -359,23 +360,36 @@ TEST(Exchange, TilesWaitForRowsUntilTheTimeLimit) {
   group.route(1, 24);
   for (auto& layer : group.layers) layer->forward(ExchangePart::kBegin);
   group.ranks.wait();
+  const std::int32_t last = count - 1;
   auto* control = group.ranks.at<cuda::Control>(0, group.ranks.exchange(0).layout.control);
-  must(cudaMemset(&control->flags[cuda::kPhaseRows][1], 0, 4));
-  for (std::int32_t r = 0; r < 2; ++r) group.ranks.exchange(r).awaits_rows = true;
+  must(cudaMemset(&control->flags[cuda::kPhaseRows][last], 0, 4));
+  for (std::int32_t r = 0; r < count; ++r) group.ranks.exchange(r).awaits_from = 0;
   for (const ExchangePart part : {ExchangePart::kCompute, ExchangePart::kFinish}) {
     for (auto& layer : group.layers) layer->forward(part);
   }
-  const std::string first = group.fault(0), second = group.fault(1);
-  EXPECT_TRUE(contains(first, "rank 1 did not send its rows")) << first;
-  // Rank 1 waits for rank 0 meanwhile, and its own limit may end first.
-  EXPECT_TRUE(contains(second, "rank 1 did not send its rows") ||
-              contains(second, "rank 0 did not send its partial sums"))
-      << second;
+  const std::string missing = "rank " + std::to_string(last) + " did not send its rows";
+  const std::string first = group.fault(0);
+  EXPECT_TRUE(contains(first, missing)) << first;
   EXPECT_TRUE(is_nan(group.layers[0]->out()));
-  EXPECT_TRUE(is_nan(group.layers[1]->out()));
+  for (std::int32_t r = 1; r < count; ++r) {
+    // The other ranks wait for rank 0 meanwhile, and their own limit may end first.
+    const std::string sentence = group.fault(r);
+    EXPECT_TRUE(contains(sentence, missing) || contains(sentence, "did not send its partial sums"))
+        << r << ": " << sentence;
+    EXPECT_TRUE(is_nan(group.layers[r]->out())) << r;
+  }
   group.ranks.reset();
-  for (std::int32_t r = 0; r < 2; ++r) group.ranks.exchange(r).awaits_rows = false;
+  for (std::int32_t r = 0; r < count; ++r) {
+    group.ranks.exchange(r).awaits_from = Exchange::kNever;
+  }
   EXPECT_TRUE(group.run() == want) << "after a reset";
+}
+
+TEST(Exchange, TilesWaitForRowsUntilTheTimeLimit) {
+  for (const std::int32_t count : {2, 4}) {
+    SCOPED_TRACE(count);
+    expect_tiles_wait_until_the_limit(count);
+  }
 }
 
 TEST(Exchange, OverflowIsReportedOnEveryRank) {

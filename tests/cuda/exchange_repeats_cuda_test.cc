@@ -47,9 +47,10 @@ void set_groups(Group& group, int groups) {
   for (std::int32_t r = 0; r < group.ranks.size(); ++r) group.ranks.exchange(r).groups = groups;
 }
 
+/// Whether tiles wait for rows of other ranks.
 void set_awaits_rows(Group& group, bool awaits_rows) {
   for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
-    group.ranks.exchange(r).awaits_rows = awaits_rows;
+    group.ranks.exchange(r).awaits_from = awaits_rows ? 0 : Exchange::kNever;
   }
 }
 
@@ -129,15 +130,18 @@ TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
 
 /// The small form of the test above, for the emulator. An expert has about 45 rows of each rank, or
 /// 16: so records have rows of three ranks, or of four. The links limit these shapes, so that Y
-/// follows A; the first one has more work for each row.
+/// follows A; the first one has more work for each row. In the last one ranks have records of own
+/// rows.
 TEST(ExchangeRepeats, FourRanksInAnyGroups) {
   const RankShape narrow{.tokens = 100, .hidden = 136, .width = 72, .experts = 8, .top_k = 4};
-  RankShape wide = narrow, few = narrow;
+  RankShape wide = narrow, few = narrow, many = narrow;
   wide.tokens = 40;
   wide.width = 376;
   wide.top_k = 8;
   few.tokens = 36;
-  for (const RankShape& shape : {wide, narrow, few}) {
+  many.tokens = 170;
+  many.top_k = 8;
+  for (const RankShape& shape : {wide, narrow, few, many}) {
     Group push(shape, options_of(shape, 4, ExchangeTransport::kPush));
     Group copy(shape, options_of(shape, 4, ExchangeTransport::kCopy));
     route(push);
@@ -150,6 +154,7 @@ TEST(ExchangeRepeats, FourRanksInAnyGroups) {
       EXPECT_TRUE(push.run() == want) << "push, groups " << groups;
       EXPECT_TRUE(copy.run() == want) << "copy, groups " << groups;
     }
+    EXPECT_TRUE(run_awaiting(copy) == want) << "tiles that wait";
     expect_repeats(copy, want, 3, 1);
   }
 }

@@ -17,9 +17,10 @@ constexpr int kDefaultMultiprocessors = 8;
 /// kAuto takes kCopy for at most so many ranks. Four H200, four layers, forward and backward over
 /// the layer alone: kCopy 1.12 to 1.97, kPush 1.19 to 2.17.
 constexpr std::int32_t kMostCopyRanks = 4;
-/// Tiles wait for their rows (Exchange::awaits_rows) in groups of at most so many ranks. Two H200:
-/// 2 to 4 % less time in three of four layers. Not timed with more.
-constexpr std::int32_t kMostAwaitingRanks = 2;
+/// Tiles wait for their rows in groups of at most so many ranks. Two H200: 2 to 4 % less time in
+/// three of four layers. Four H200, T = 8192: 2 % less in qwen3-30b and 30B-n256, 1 % more in
+/// qwen3-235b; T = 16384: equal.
+constexpr std::int32_t kMostAwaitingRanks = 4;
 
 /// What the missing rank did not do in time, for the fault's sentence.
 const char* phase_text(std::uint32_t phase) {
@@ -112,6 +113,13 @@ std::string handle_text(const Device& device) {
   return "GPU " + std::to_string(device.ordinal) + " with the engine " + device.engine->name;
 }
 
+/// Exchange::awaits_from of an engine whose tiles can wait. In a layer of more than two ranks that
+/// the links limit, launches after waits can send partial sums earlier.
+std::int64_t awaits_from(std::int32_t ranks) {
+  if (ranks > kMostAwaitingRanks) return Exchange::kNever;
+  return ranks > 2 ? Exchange::kLinkBound : 0;
+}
+
 /// Whether another rank's buffer is on this rank's GPU.
 bool shares_gpu(const Exchange& exchange) {
   for (std::int32_t r = 0; r < exchange.peers.ranks; ++r) {
@@ -179,8 +187,9 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
   exchange->multiprocessors =
       options.multiprocessors != 0 ? options.multiprocessors : kDefaultMultiprocessors;
   const std::int64_t limit = options.time_limit_ms != 0 ? options.time_limit_ms : kDefaultLimitMs;
-  exchange->awaits_rows = exchange->device->engine->awaits_rows &&
-                          options.shape.ranks <= kMostAwaitingRanks && !shares_gpu(*exchange);
+  if (exchange->device->engine->awaits_rows && !shares_gpu(*exchange)) {
+    exchange->awaits_from = awaits_from(options.shape.ranks);
+  }
   exchange->record = pinned<FaultRecord>();
   exchange->row_count = pinned<std::int64_t>();
   exchange->limits = {limit * 1'000'000, device_address(exchange->record)};

@@ -1,6 +1,8 @@
 // The exchange's functions of the CUDA backend, and its state.
 #pragma once
 
+#include <limits>
+
 #include "core/exchange_step.h"
 #include "cuda/device/device.h"
 #include "cuda/exchange/kernels.h"
@@ -9,6 +11,10 @@ namespace sonicmoe {
 
 /// One rank's exchange. exchange_open() sets all fields. Later only the step and `next` change.
 struct Exchange : ExchangeState {
+  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+  /// Below this work_per_row() rows of other ranks take longer to come than A takes, at 700 TFLOP/s
+  /// and 370 GB/s.
+  static constexpr std::int64_t kLinkBound = 1000;
   const cuda::Device* device = nullptr;
   cuda::ExchangeLayout layout{};
   cuda::Peers peers{};
@@ -20,9 +26,10 @@ struct Exchange : ExchangeState {
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
   cudaStream_t aside = nullptr;         ///< copies own rows; runs sums beside weight gradients
   cudaEvent_t reached = nullptr;        ///< the event that follow() records
-  /// Whether A and dH may be one launch each, whose tiles wait for their rows (RowArrivals). Not if
-  /// ranks share a GPU: one rank's waiting tiles would keep the other rank's kernels from running.
-  bool awaits_rows = false;
+  /// From this work_per_row() of layer.cc on, tiles of A and dH wait for rows of other ranks
+  /// (RowArrivals). kNever if ranks share a GPU: one rank's waiting tiles would keep the other
+  /// rank's kernels from running.
+  std::int64_t awaits_from = kNever;
   int groups = 0;  ///< launches for rows of other ranks; 0: by the layer's sizes
 };
 

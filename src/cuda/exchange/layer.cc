@@ -2,7 +2,7 @@
 //
 // Products over gathered rows (A, dH) multiply the records that have only rows of this rank first
 // ("own"), while rows of other ranks are being sent, and then the records with rows of place 1, 2,
-// ... That is one launch, whose tiles wait for their rows, or several launches, each after a wait
+// ... That is one or two launches, whose tiles wait for their rows, or more, each after a wait
 // (GatheredRows).
 //
 // Sums of other ranks' tokens are computed first, because they must be sent. Y has groups too: the
@@ -83,15 +83,11 @@ std::int64_t work_per_row(const Run& run) {
   return row_capacity(run.problem) * run.layer.width / std::max<std::int64_t>(sent, 1);
 }
 
-/// Below this work_per_row() rows of other ranks take longer to come than A takes, at 700 TFLOP/s
-/// and 370 GB/s.
-constexpr std::int64_t kLinkBound = 1000;
-
 /// Whether Y of a list is computed behind A of this list. Then the first sums are sent before
 /// all rows have come, and the others one list later than otherwise: a gain only if rows come more
 /// slowly than A computes. Not beside low-rank factors, because U has one launch over all rows.
 bool follows_arrivals(const Run& run, const SplitLists& lists) {
-  return lists.arrivals.groups > 1 && work_per_row(run) < kLinkBound && !has_factors(run);
+  return lists.arrivals.groups > 1 && work_per_row(run) < Exchange::kLinkBound && !has_factors(run);
 }
 
 /// The lists of a pass. A launch more costs a product of a wide layer a few percent of its time. In
@@ -99,18 +95,21 @@ bool follows_arrivals(const Run& run, const SplitLists& lists) {
 /// Y has the lists of A (follows_arrivals()), there are no lists `sums`.
 ///
 /// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would
-/// wait for all rows before the product with the weights begins.
+/// wait for all rows before the product with the weights begins. With more than two ranks dH of own
+/// rows is a launch of its own: the others need the copies of own rows, which take as long as dH's
+/// lists and that launch. In forward there is one such copy, beside longer lists.
 SplitLists lists_of(const Run& run, bool has_sums) {
   constexpr std::int64_t kNarrow = 1024;
   const Exchange& e = run.exchange;
   const bool narrow = run.layer.width < kNarrow;
   const int most = kMostSourceGroups;
   SplitLists lists{e.shape.max_tokens, {}, {}};
-  const bool awaits =
-      e.awaits_rows && !has_factors(run) && run.layer.precision == Precision::kTensors;
+  const bool awaits = work_per_row(run) >= e.awaits_from && !has_factors(run) &&
+                      run.layer.precision == Precision::kTensors;
   if (awaits && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
       splits_by_source(run.layer.experts, e.shape.ranks)) {
     lists.by_source = e.shape.ranks;
+    lists.first_source = !has_sums && e.shape.ranks > 2 ? 1 : 0;
   } else {
     lists.arrivals = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 1);
   }
@@ -138,9 +137,9 @@ struct Gathered {
 };
 
 /// Launches a product over the rows of x or dout of all ranks: multiply_own() over this rank's
-/// rows, then multiply_others() over the others, or over all if tiles wait for their rows. In fp8
-/// the rows travel as elements and are quantised here, own rows before the first launch, others
-/// when they have come.
+/// rows, then multiply_others() over the others. If tiles wait for their rows, own rows may be in
+/// the second launch (first_source). In fp8 the rows travel as elements and are quantised here, own
+/// rows before the first launch, others when they have come.
 struct GatheredRows {
   const Run& run;
   const SplitLists& lists;
@@ -151,7 +150,7 @@ struct GatheredRows {
 
   bool has_codes() const { return coded.codes.data != nullptr; }
   void multiply_own(const Gathered& g, unsigned* counters) const {
-    if (lists.by_source != 0) return;
+    if (lists.by_source != 0 && lists.first_source == 0) return;
     if (has_codes()) quantize(own, 0);
     multiply_list(g, run.memory.split.own, counters, 0, &own);
   }
@@ -165,9 +164,9 @@ struct GatheredRows {
       // The tiles wait on all multiprocessors. So the copies that they wait for must not need one
       // any more, on any rank.
       run.wait({kPhaseStarted}, run.stream);
-      RowProduct all = part_of(g.product, split.by_source, counters, 0);
-      all.rows.arrivals = arrivals();
-      launch([&](Steps& steps) { steps.add(g.name, all); });
+      RowProduct awaiting = part_of(g.product, split.by_source, counters, lists.first_source);
+      awaiting.rows.arrivals = arrivals();
+      launch([&](Steps& steps) { steps.add(g.name, awaiting); });
       run.wait({kPhaseRows}, run.stream);
       return;
     }

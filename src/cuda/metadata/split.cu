@@ -83,9 +83,10 @@ __global__ void __launch_bounds__(kMetadataThreads)
   const std::int64_t tokens = lists.tokens;
   if (sum == lists.sums.groups) {
     take_ranges(
-        split.by_source, experts * lists.by_source, {nullptr, 0},
+        split.by_source, experts * (lists.by_source - lists.first_source), {nullptr, 0},
         [&](int entry) {
-          const int source = entry / experts, e = entry - source * experts;
+          const int list = entry / experts, e = entry - list * experts;
+          const int source = lists.first_source + list;
           RowRange range = source_of(whole, e, tokens, source);
           const int end = whole.expert_begin[e] + whole.expert_rows[e];
           if (source + 1 == lists.by_source) range.rows = end - range.begin;

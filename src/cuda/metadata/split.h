@@ -20,11 +20,12 @@ struct SourceGroups {
 
 /// The lists have only records, record_count, expert_begin and expert_rows. Rows have the same
 /// numbers as in the undivided list. The lists `arrivals` with `own`, `sums` with `own`, and
-/// `by_source` each have the rows of the undivided list. Within an expert, rows are in token order.
+/// `by_source` (with `own`, if first_source is 1) each have the rows of the undivided list. Within
+/// an expert, rows are in token order.
 struct RecordSplit {
   Metadata own;  ///< full records whose rows all belong to source 0
-  /// All records, only `records` and `record_count`: first those of `own`, then those that need no
-  /// rows of the sources after source 1, then source 2, ...
+  /// Only `records` and `record_count`: those of `own` (not if first_source is 1), then those that
+  /// need no rows of the sources after source 1, then source 2, ...
   Metadata by_source;
   /// [g]: records that need no rows of the sources after group g, and that are in no earlier list.
   /// So with `own` and the lists `arrivals` 0 to g every row of the sources before group g is
@@ -44,7 +45,8 @@ struct SplitLists {
   std::int64_t tokens;
   SourceGroups arrivals;
   SourceGroups sums;
-  std::int32_t by_source = 0;  ///< the number of sources; 0: without `by_source`
+  std::int32_t by_source = 0;     ///< the number of sources; 0: without `by_source`
+  std::int32_t first_source = 0;  ///< of `by_source`, 0 or 1
 };
 /// Whether `by_source` can be written.
 bool splits_by_source(std::int64_t experts, std::int32_t sources);
