@@ -33,7 +33,7 @@ from training_bench.profile import where
 GIB = 1 << 30
 # "fsdp": FSDP2 shards all parameters. "ep": a rank has whole experts, FSDP2 shards the others.
 # "ep-gathered": as "ep", and the others stay gathered from a step's first forward to its last
-# backward.
+# backward, in which their gradients are reduced.
 PARALLEL = ("fsdp", "ep", "ep-gathered")
 WARM_UP = 4  # steps before the measured ones; one is enough if settle() ran others
 BALANCE = 1e-3  # by which a step moves the experts' selection bias
@@ -203,9 +203,11 @@ class Training:
             group["lr"] = self.options.lr * min(1.0, (len(self.loads) + 1) / self.options.warm_up)
         total = 0
         for left in reversed(range(count)):
-            # The last backward reshards, because the optimizer changes the sharded parameters.
+            # The last backward reshards, because the optimizer changes the sharded parameters. The
+            # others add to gradients of whole parameters.
             if keeps_gathered(self.options):
                 self.model.set_reshard_after_backward(left == 0)
+                self.model.set_requires_gradient_sync(left == 0)
             tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
             self.batches += 1
             loss = self.model(tokens, *self.rope) / count

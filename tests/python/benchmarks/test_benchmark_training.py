@@ -62,6 +62,37 @@ def test_parameters_that_stay_gathered_change_no_loss(tmp_path, bench):
     assert found["ep"][0] - found["ep"][-1] > 0.01  # the optimizer has changed parameters
 
 
+@pytest.mark.parametrize(("parallel", "reductions"), [("ep", 3), ("ep-gathered", 1)])
+def test_gathered_gradients_are_reduced_once_a_step(bench, monkeypatch, parallel, reductions):
+    """By FSDP2, for each group of its parameters; a step has three micro-batches."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from training_bench import worker
+
+    options = {"device": "cpu", "model": "debug", "experts": "ours", "parallel": parallel}
+    options |= {"policy": "none", "compile": 0, "tokens": 128, "sequence": 64, "steps": 1}
+    options |= {"micro-batches": 3, "out": "/dev/null"}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["worker", *given])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        training = worker.Training(worker.arguments())
+        counts = []
+        reduce = _fsdp_param_group.foreach_reduce
+
+        def counted(*arguments, **named):
+            counts[-1] += 1
+            return reduce(*arguments, **named)
+
+        monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+        for micro_batches in (1, 3):
+            counts.append(0)
+            training.step(micro_batches)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counts[0] > 0 and counts[1] == reductions * counts[0]
+
+
 def test_loads_and_the_bias_against_them(bench):
     from training_bench import worker
 
