@@ -65,6 +65,26 @@ PackedCase packed_case(PackedFormat format, bool nested, std::int64_t rows, std:
   return c;
 }
 
+/// Device memory of exactly these bytes. Without the guards of DeviceArray the emulator and
+/// memcheck see a read that begins right after it.
+class ExactArray {
+ public:
+  explicit ExactArray(const std::vector<std::uint8_t>& bytes)
+      : bytes_(static_cast<std::int64_t>(bytes.size())) {
+    testing::must(cudaMalloc(&data_, bytes.size()));
+    testing::must(cudaMemcpy(data_, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+  }
+  ~ExactArray() { cudaFree(data_); }
+  ExactArray(const ExactArray&) = delete;
+  ExactArray& operator=(const ExactArray&) = delete;
+
+  Buffer buffer() const { return {data_, bytes_}; }
+
+ private:
+  void* data_ = nullptr;
+  std::int64_t bytes_;
+};
+
 /// A layer with low-rank factors and biases, and its packed weights.
 class Layer {
  public:
@@ -195,7 +215,8 @@ class Layer {
   }
   PackedWeights on_device(const PackedCase& c) {
     return c.with([this](const std::vector<std::uint8_t>& bytes) {
-      return bytes.empty() ? Buffer{} : array(bytes)->buffer();
+      if (bytes.empty()) return Buffer{};
+      return buffers_.emplace_back(std::make_unique<ExactArray>(bytes))->buffer();
     });
   }
 
@@ -284,6 +305,7 @@ class Layer {
   Problem problem_;
   PackedLayer packed_;
   std::vector<std::unique_ptr<DeviceArray>> arrays_;
+  std::vector<std::unique_ptr<ExactArray>> buffers_;
   DeviceArray *x_, *dout_, *ids_, *scores_, *b_up_, *b_down_;
   std::array<DeviceArray*, 4> factors_;
 };

@@ -53,17 +53,18 @@ class PackedLine : public CodesLine<Shape, kMajor, kOrder, kDigitBytes> {
                  : ptx::load1(static_cast<const std::uint8_t*>(p.scales) + block, exists);
   }
 
-  /// Computes the scale of the codes that were fetched last. If the thread's k does not exist, its
-  /// weights become zeros, not NaN.
-  __device__ __forceinline__ void find_scale(const PackedCodes& p, bool k_exists) {
+  /// Computes the scale of the codes that were fetched last. Weights that do not exist become
+  /// zeros, not NaN. Their nested scale, which may be outside of its array, is not read.
+  __device__ __forceinline__ void find_scale(const PackedCodes& p, bool exists) {
     if (p.scale == ScaleKind::kExponent) {
       scale_ = __float_as_uint(packed::e8m0_of(scale_));
     } else if (p.scale == ScaleKind::kNested) {
-      const std::uint32_t nested = (unit_ >> p.block_shift) / packed::kNestedBlock;
+      const std::uint32_t place = (unit_ >> p.block_shift) / packed::kNestedBlock;
+      const std::uint32_t nested = ptx::load4(p.nested_scales + place, exists);
       scale_ = __float_as_uint(
-          packed::nested_absmax(p.nested_map[scale_], p.nested_scales[nested], *p.nested_offset));
+          packed::nested_absmax(p.nested_map[scale_], __uint_as_float(nested), *p.nested_offset));
     }
-    if (!k_exists) scale_ = 0;
+    if (!exists) scale_ = 0;
   }
 
   /// Place i of the work on codes that fetch() has copied. `stores`: whether weights are stored.

@@ -157,9 +157,12 @@ class RowProducer {
     return kIsKMajor || k + Packed::k() < p.depth;
   }
 
-  /// Copies the codes at weights_, which begin at `k` of their part.
+  /// Whether the codes at weights_, which begin at `k` of their part, exist.
+  __device__ __forceinline__ bool has_codes(const Params& p, int k) const {
+    return has_k(p, k) && (present_ >> kFirstWeight & 1) != 0;
+  }
   __device__ __forceinline__ void fetch_codes(const Params& p, int k) {
-    weights_.fetch(p.codes, has_k(p, k) && (present_ >> kFirstWeight & 1) != 0);
+    weights_.fetch(p.codes, has_codes(p, k));
   }
 
   /// Copies the codes of the first k tile.
@@ -177,7 +180,7 @@ class RowProducer {
   /// the next tile, and fetched already.
   __device__ __forceinline__ void seek_codes(const Params& p) {
     if (is_low_rank()) return;
-    weights_.find_scale(p.codes, has_k(p, k_));
+    weights_.find_scale(p.codes, has_codes(p, k_));
     if (k_ + Shape::kDepth < p.depth) {
       weights_.advance_codes(p, matrix(p, part_, half()));
     } else if (part_ + 1 < p.parts) {
