@@ -11,9 +11,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def random_codes(shape, generator):
     """Bytes with every value, if there are at least 256."""
-    count = torch.Size(shape).numel()
-    codes = torch.arange(count) % 256
-    return codes[torch.randperm(count, generator=generator)].to(torch.uint8).reshape(shape)
+    codes = torch.randint(256, torch.Size(shape), generator=generator, dtype=torch.uint8)
+    first = codes.view(-1)[:256]
+    first.copy_(torch.randperm(256, generator=generator)[: first.numel()])
+    return codes
 
 
 def make(format, shape, dtype=torch.bfloat16, seed=0, block=64):
