@@ -181,8 +181,9 @@ def over_more_gpus(scaling):
     alone = [sum(row["alone_torch"].values()) for row in rows]
     over = [mine / one for mine, one in zip(ours, alone, strict=True)]
     rivals = [best_rival(row) / mine for row, mine in zip(rows, ours, strict=True)]
+    tokens = " or ".join(str(count) for count in sorted({row["T"] for row in rows}))
     return (
-        f"On {most} of them with {rows[0]['T']} tokens each it takes {span(over)} times as long as "
+        f"On {most} of them with {tokens} tokens each it takes {span(over)} times as long as "
         f"alone, and is {span(rivals)} times as fast as the fastest way over NCCL"
     )
 
