@@ -172,10 +172,11 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
+  # A third of the changes, another one each day: all of them take two minutes of two cores.
   add_test(NAME Emulated.BlackwellMutations
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_mutations.py
-                   $<TARGET_FILE:sonicmoe_emulated_tests>)
-  set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 300)
+                   $<TARGET_FILE:sonicmoe_emulated_tests> --share today/3)
+  set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 100)
   add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
   add_capability_test(BlackwellExchangeKept 10 10.0 "ExchangeKept.TwoRanks*" "")
   set_property(TEST Emulated.BlackwellExchangeKept APPEND PROPERTY ENVIRONMENT

@@ -1,17 +1,21 @@
 """Changes one thing in a kernel of the engine blackwell after another, and asks its probe whether
 it notices: bits of descriptors, halves of B, rows, and which CTA a barrier is in.
 
-usage: blackwell_mutations.py SONICMOE_EMULATED_TESTS
+usage: blackwell_mutations.py SONICMOE_EMULATED_TESTS [PART_OF_A_NAME] [--share K/N]
 
+`--share K/N` asks every Nth change only, from the Kth on; K may be the word today, so that each is
+asked every N days.
 Prints a line for each change, and exits 1 if one is not noticed. "result": the product differs or
 does not end, as it would on a GPU. "emulator": the emulator refuses what the kernel does.
 """
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 
 from blackwell_faults import lines_of
@@ -348,11 +352,27 @@ def mutations(data, only):
             )
 
 
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--share", default="1/1")
+    return parser.parse_args()
+
+
+def share_of(asked, share):
+    first, step = share.split("/")
+    step = int(step)
+    first = date.today().toordinal() % step if first == "today" else int(first) - 1
+    print(f"changes {first + 1}, {first + 1 + step}, ... of {len(asked)}", flush=True)
+    return asked[first::step]
+
+
 def main():
-    program = sys.argv[1]
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    given = arguments()
+    program = given.program
     unnoticed = 0
-    asked = list(mutations(Path(program).read_bytes(), only))
+    asked = share_of(list(mutations(Path(program).read_bytes(), given.only)), given.share)
     # A product that does not end sleeps for 5 seconds.
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         outcomes = pool.map(lambda a: outcome(program, a[2], a[3]), asked)

@@ -45,7 +45,7 @@ Implementation with_changing_threads() {
 }
 
 TEST(CpuVerify, PassesWithAnyNumberOfThreads) {
-  for (const CaseResult& r : verify({}, for_part_if_sanitized(with_changing_threads(), 1, 4))) {
+  for (const CaseResult& r : verify({}, for_part_if_sanitized(with_changing_threads(), 1, 8))) {
     EXPECT_TRUE(r.passed()) << r.name << ": " << fault_name(r.fault) << ": " << r.message;
   }
 }
