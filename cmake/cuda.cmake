@@ -141,9 +141,9 @@ function(add_cuda_objects name sources code launcher)
                        CUDA_COMPILER_LAUNCHER "${launcher}")
 endfunction()
 
-# Everything that is not Hopper's or Blackwell's: for every architecture.
+# Everything else than the engines of some architectures, and what they share: for every one.
 file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
-list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/(hopper|blackwell)/")
+list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/(hopper|blackwell|fp8)/")
 add_cuda_objects(sonicmoe_cuda_objects "${SONICMOE_CUDA_SOURCES}" "${common_code}"
                  "${common_launcher}")
 set_source_files_properties(
@@ -179,6 +179,29 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
                    "${blackwell_launcher}")
   list(APPEND engines SONICMOE_WITH_BLACKWELL)
   list(APPEND cuda_libraries sonicmoe_blackwell_objects)
+endif()
+
+# The quantisers of FP8, for the engines that have it: e4m3 needs sm_89.
+set(fp8_code)
+set(fp8_ptx)
+if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND fp8_code ${hopper_code})
+  list(APPEND fp8_ptx 90a)
+endif()
+if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND fp8_code ${blackwell_code})
+  list(APPEND fp8_ptx 100f)
+endif()
+if(fp8_code)
+  list(JOIN fp8_ptx "," fp8_ptx)
+  set(fp8_launcher ${ptxas_gate})
+  if(common_ptx)
+    list(APPEND fp8_launcher --ptx ${fp8_ptx})
+  endif()
+  list(APPEND fp8_launcher ${cached_by_dependencies})
+  file(GLOB SONICMOE_FP8_SOURCES CONFIGURE_DEPENDS ${cuda_source}/fp8/*.cu)
+  add_cuda_objects(sonicmoe_fp8_objects "${SONICMOE_FP8_SOURCES}" "${fp8_code}" "${fp8_launcher}")
+  list(APPEND cuda_libraries sonicmoe_fp8_objects)
 endif()
 set_source_files_properties(${cuda_source}/engines.cc PROPERTIES COMPILE_DEFINITIONS "${engines}")
 

@@ -61,7 +61,7 @@ endforeach()
 # The device tests, of the same objects as the library and sonicmoe_cuda_tests. The emulator runs the
 # PTX that ptxas_gate.py keeps beside the objects of the kernels.
 set(emulated_objects $<TARGET_OBJECTS:sonicmoe_cuda_objects>
-                     $<TARGET_OBJECTS:sonicmoe_hopper_objects>)
+                     $<TARGET_OBJECTS:sonicmoe_hopper_objects> $<TARGET_OBJECTS:sonicmoe_fp8_objects>)
 if(TARGET sonicmoe_blackwell_objects)
   list(APPEND emulated_objects $<TARGET_OBJECTS:sonicmoe_blackwell_objects>)
 endif()
@@ -185,6 +185,9 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
                    $<TARGET_FILE:sonicmoe_emulated_tests>)
   add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
+  add_capability_test(BlackwellFp8 15 10.0 ${blackwell}
+                      "fp8/shape/d256_n384 fp8/shape/tail_d128_n320 fp8/shape/tail_d448 fp8/routing/ids_edges")
+  set_property(TEST Emulated.BlackwellFp8 APPEND PROPERTY ENVIRONMENT "SONICMOE_WITHOUT=roundings")
   add_capability_test(
     BlackwellGraphs 12 10.0
     "Each/CudaGraph.*/blackwell:Each/CudaNan.*/blackwell:Each/CudaAccumulate.*/blackwell" "")

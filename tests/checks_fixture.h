@@ -118,7 +118,7 @@ const BackendTable* cpu_backend() {
       ++test::backend_calls;
       return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);
     };
-    backend.fast_fp8 = true;
+    backend.fast_fp8 = [](const Exec&) { return true; };
     backend.quantize_weights = &test::count_call;
     backend.unpack_weights = &test::count_call;
     backend.moe_forward = &test::count_call;

@@ -66,10 +66,11 @@ INCLUDES = {
     "cuda/sums": "cuda/ptx cuda/device cuda/math cuda/metadata",
     "cuda/packed": "core cuda/device cuda/math cuda/metadata",
     "cuda/layer": "core cuda/device cuda/math cuda/metadata cuda/packed cuda/sums",
+    "cuda/fp8": "core cuda/ptx cuda/device cuda/math cuda/layer",
     "cuda/portable": "core cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",
-    "cuda/hopper": "core cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer",
+    "cuda/hopper": "core cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer cuda/fp8",
     "cuda/blackwell": "core cuda/ptx cuda/device cuda/math cuda/tma cuda/metadata cuda/layer "
-    "cuda/portable",
+    "cuda/fp8 cuda/portable",
     "cuda/exchange": "core cuda/ptx cuda/device cuda/metadata cuda/sums cuda/layer",
     "capi": "core",
     "verify": "core cuda/device",

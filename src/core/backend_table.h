@@ -44,10 +44,6 @@ struct BackendTable {
   const char* name = nullptr;
   /// The alignment of a call's buffers, in bytes.
   std::int64_t buffer_alignment = 0;
-  /// Whether large layers are faster in fp8 than in bf16. If not, auto_precision() never gives
-  /// kFp8.
-  bool fast_fp8 = false;
-
   /// Opens a device and returns an immutable handle for Exec::device, which device_close frees.
   /// `engine` is a name of engines(), or null for the backend's choice. A backend without devices
   /// has no such function.
@@ -66,6 +62,10 @@ struct BackendTable {
   const char* (*engine_note)(const void* device) = nullptr;
   /// The architectures for which the build has device code: "sm_80 sm_90".
   const char* (*code_names)() = nullptr;
+
+  /// Whether large layers are faster in fp8 than in bf16 on the device of `exec`. If not, or
+  /// without such a function, auto_precision() never gives kFp8.
+  bool (*fast_fp8)(const Exec& exec) = nullptr;
 
   /// The tiles of a problem whose gate and up do not alternate. A backend without fixed tiles has
   /// no such function.

@@ -20,11 +20,12 @@ constexpr std::int64_t kRowsOfLarge = 640;                    // an expert
 constexpr std::int64_t kRowsOfSmall = 1280;
 
 /// Whether the device of `exec` serves `problem` in fp8, and fp8 is faster than bf16 for large
-/// problems on its backend (BackendTable::fast_fp8).
+/// problems there (BackendTable::fast_fp8).
 bool is_fast(const Problem& problem, const Exec& exec) {
   const BackendTable& table = backend_table(exec.backend);
-  if (!table.fast_fp8 || table.quantize_weights == nullptr) return false;
-  return table.refusal == nullptr || table.refusal(problem, exec).empty();
+  if (table.fast_fp8 == nullptr || table.quantize_weights == nullptr) return false;
+  if (table.refusal != nullptr && !table.refusal(problem, exec).empty()) return false;
+  return table.fast_fp8(exec);
 }
 
 }  // namespace

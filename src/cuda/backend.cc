@@ -69,7 +69,7 @@ const BackendTable* cuda_backend() {
       return cuda::moe_sizes(problem, pass, cuda::engine_of(exec));
     };
     backend.h_rows = &cuda::h_rows;
-    backend.fast_fp8 = true;
+    backend.fast_fp8 = [](const Exec& exec) { return cuda::engine_of(exec).fast_fp8; };
     backend.quantize_weights = on_device<&cuda::quantize_weights>;
     backend.unpack_weights = on_device<&cuda::unpack_weights>;
     backend.moe_forward = on_device<&cuda::moe_forward>;

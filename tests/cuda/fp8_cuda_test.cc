@@ -56,11 +56,16 @@ std::vector<std::uint16_t> any_values(std::int64_t count, unsigned seed) {
   return values;
 }
 
+/// With the engine that has FP8 on device 0.
 class CudaFp8 : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (testing::test_device().capability != 90) GTEST_SKIP() << "no H100 or H200";
-    device_ = cuda::open_device(0, "hopper");
+    const int capability = testing::test_device().capability;
+    if (capability != 90 && capability != 100 && capability != 103) {
+      GTEST_SKIP() << "no engine has FP8 for this GPU";
+    }
+    engine_ = capability == 90 ? "hopper" : "blackwell";
+    device_ = cuda::open_device(0, engine_);
     exec_.backend = Backend::kCuda;
     exec_.device = device_;
   }
@@ -68,6 +73,7 @@ class CudaFp8 : public ::testing::Test {
     if (device_ != nullptr) cuda::close_device(device_);
   }
 
+  const char* engine_ = nullptr;
   const cuda::Device* device_ = nullptr;
   Exec exec_;
 };
@@ -388,7 +394,7 @@ TEST_F(CudaFp8, InfinitiesOfATokenBecomeNaN) {
 
 TEST_F(CudaFp8, EveryRunHasTheSameBits) {
   IntegerLayer layer({3001, 384, 640, 24, 3}, KeptH::kPrecision);
-  auto* fewer = const_cast<cuda::Device*>(cuda::open_device(0, "hopper"));
+  auto* fewer = const_cast<cuda::Device*>(cuda::open_device(0, engine_));
   Exec exec = exec_;
   exec.device = fewer;
   const std::vector<Bytes> want = layer.on_device(exec);
@@ -447,6 +453,23 @@ TEST_F(CudaFp8, ThePortableEngineRefuses) {
   exec.device = portable;
   expect_refusal(smallest_problem(), Pass::kForward, exec, "the engine portable has no FP8");
   cuda::close_device(portable);
+}
+
+// Nobody has measured fp8 on Blackwell, so "auto" does not take it there.
+TEST_F(CudaFp8, FactorsAndAutoAreTheEnginesChoice) {
+  const bool is_hopper = std::string(engine_) == "hopper";
+  Problem p = smallest_problem();
+  p.hidden = p.width = 1024;
+  p.tokens = 1 << 16;
+  EXPECT_EQ(auto_precision(p, exec_), is_hopper ? Precision::kFp8 : Precision::kTensors);
+  p.up_rank = 16;
+  if (is_hopper) {
+    EXPECT_NO_THROW(moe_sizes(p, Pass::kForward, exec_));
+  } else {
+    expect_refusal(
+        p, Pass::kForward, exec_,
+        "precision is fp8, must be tensors with low-rank factors on the engine blackwell");
+  }
 }
 
 // 32-bit offsets in units of 16 bytes reach 2^36 codes. Only sizes are asked for: no memory is

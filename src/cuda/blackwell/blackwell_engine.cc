@@ -4,6 +4,7 @@
 #include "cuda/blackwell/launch.h"
 #include "cuda/blackwell/probe.h"
 #include "cuda/blackwell/products.h"
+#include "cuda/fp8/quantizers.h"
 #include "cuda/portable/shape.h"
 
 namespace sonicmoe::cuda {
@@ -43,6 +44,7 @@ const Engine kBlackwellEngine = {
     .multiply_depth = &blackwell::multiply_depth,
     .choices = blackwell::kChoices,
     .describe = &describe,
+    .quantizers = &kQuantizers,
 };
 
 }  // namespace sonicmoe::cuda

@@ -52,7 +52,7 @@ void multiply_depth_within(const WaitLimit& limit, const Device& device,
   params.epilogue = portable::epilogue_params(product);
   const std::int64_t tiles =
       product.groups.experts * params.tiles.row_tiles * params.tiles.column_tiles;
-  run(store_expert_kernel(product.dtype), pairs_of(device, tiles), &params, stream);
+  run({store_expert_kernel(product.dtype)}, pairs_of(device, tiles), &params, stream);
 }
 
 }  // namespace sonicmoe::cuda::blackwell

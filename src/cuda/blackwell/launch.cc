@@ -27,8 +27,8 @@ unsigned* counter_of(const RowGroups& groups, const LaunchHints& hints) {
   return groups.mean_rows() >= kDynamicRows ? hints.tile_counter : nullptr;
 }
 
-void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream) {
-  allow_shared_memory(kernel);
+void run(const Kernel& kernel, std::int64_t pairs, const void* params, cudaStream_t stream) {
+  allow_shared_memory(kernel.function);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCtas, 1, 1};
@@ -37,13 +37,13 @@ void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(pairs * kCtas));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
+  config.blockDim = dim3(kernel.threads);
+  config.dynamicSmemBytes = kernel.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
   void* arguments[] = {const_cast<void*>(params)};
-  check_cuda(cudaLaunchKernelExC(&config, kernel, arguments),
+  check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments),
              "launching a kernel of the Blackwell engine");
 }
 

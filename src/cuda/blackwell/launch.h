@@ -29,7 +29,14 @@ LaunchOrder order_of(const LaunchHints& hints);
 /// The tile counter of a product; null for static order.
 unsigned* counter_of(const RowGroups& groups, const LaunchHints& hints);
 
+/// A kernel, and what each of its CTAs has.
+struct Kernel {
+  const void* function;
+  int threads = kThreads;
+  int shared_bytes = kSharedBytes;
+};
+
 /// Launches `kernel`. `params` is its argument.
-void run(const void* kernel, std::int64_t pairs, const void* params, cudaStream_t stream);
+void run(const Kernel& kernel, std::int64_t pairs, const void* params, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda::blackwell

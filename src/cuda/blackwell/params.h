@@ -26,6 +26,13 @@ struct Segment {
   std::int32_t ordered;  ///< 1: row p is row p; 0: row p is row index[p]
 };
 
+/// What the two halves of a tile's columns are.
+enum class Halves : std::int32_t {
+  kOneMatrix,   ///< neighbouring columns of one matrix
+  kInEachCta,   ///< each CTA loads 64 columns of gate, then the same 64 columns of up
+  kInEachPair,  ///< the even CTA loads 128 columns of gate, the odd one the same 128 columns of up
+};
+
 /// The matrices of gate and up one after the other, then a low-rank term.
 inline constexpr int kMostSegments = 3;
 
@@ -42,8 +49,9 @@ struct RowTilesParams {
   std::int32_t columns;       ///< of one matrix
   std::int32_t column_tiles;
   std::int32_t column_step;  ///< columns of one matrix in a tile
-  std::int32_t halves;       ///< 1: a tile has columns of both matrices (gate and up)
-  std::uint32_t operands;    ///< kBrainTypes and kMnMajorB, or 0
+  Halves halves;
+  std::int32_t has_tails;  ///< 1: a tile of at most 128 rows has 64 rows in each CTA
+  std::uint32_t operands;  ///< kBrainTypes and kMnMajorB, or 0
   std::int32_t segments;
   std::int32_t k_tiles;    ///< of all segments
   unsigned* tile_counter;  ///< 0 before the launch; null: static order
@@ -96,6 +104,27 @@ struct RowProductParams {
   Segment segments[kMostSegments];
   RowTilesParams tiles;
   LaunchOrder order;
+  EpilogueParams epilogue;
+};
+
+/// The scales of the codes of a product's rows and weights. Strides count scales.
+struct CodeScales {
+  const float* rows;
+  std::int64_t row_stride;
+  std::int64_t row_block_stride;  ///< from a block of K to the next one
+  const float* weights;
+  std::int64_t expert_stride;
+  std::int64_t column_stride;  ///< from a block of columns to the next one
+  std::int64_t half_stride;    ///< from the first half of a tile's columns to the second one
+  std::int64_t depth_stride;   ///< from a block of K to the next one
+};
+
+template <class EpilogueParams>
+struct CodesProductParams {
+  Segment segments[1];
+  RowTilesParams tiles;
+  LaunchOrder order;
+  CodeScales scales;
   EpilogueParams epilogue;
 };
 

@@ -37,13 +37,15 @@ inline constexpr int kTensorColumns = kAccumulators * kTileColumns;
 /// Columns of D that an epilogue reads at once.
 inline constexpr int kPiece = 32;
 
-// Warps of a CTA by role.
+// Warps of a CTA by role. Products of codes have the scale warp too.
 inline constexpr int kEpilogueWarps = 4;  ///< 0 to 3: each reads its quarter of tensor memory
 inline constexpr int kProductWarp = 4;
 inline constexpr int kColumnWarp = 5;  ///< loads B
 inline constexpr int kRowWarps = 4;    ///< 6 to 9: load A
 inline constexpr int kFirstRowWarp = 6;
 inline constexpr int kThreads = (kFirstRowWarp + kRowWarps) * 32;
+inline constexpr int kScaleWarp = kFirstRowWarp + kRowWarps;
+inline constexpr int kCodesThreads = kThreads + 32;
 
 /// Rows that one load of A gathers, and lanes of a row warp that load.
 inline constexpr int kGatheredRows = 4;
@@ -69,5 +71,26 @@ static_assert(kSharedBytes <= 227 * 1024);
 /// A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
 /// hardware reserves 1 KB for each CTA.
 static_assert(kSharedBytes + 2 * 1024 <= 228 * 1024);
+
+// Products of codes (Precision::kFp8). They count two codes as one element: a k tile has 128 codes
+// of each row, and one scale, as many as fp8::kBlock. All tiles have 256 rows.
+
+/// The scales of 128 rows of A or columns of B, as tcgen05.cp copies them from shared memory.
+inline constexpr int kChunkRows = 128;
+inline constexpr int kChunkBytes = 512;
+inline constexpr int kChunkColumns = 4;  ///< of tensor memory
+/// Of a stage: a chunk of this CTA's rows, then two of the columns of both CTAs.
+inline constexpr int kStageChunks = 3;
+inline constexpr int kChunksAt = (kSharedBytes + 127) / 128 * 128;
+inline constexpr int kCodesSharedBytes = kChunksAt + kStages * kStageChunks * kChunkBytes;
+static_assert(kCodesSharedBytes <= 227 * 1024);
+
+/// Tensor memory has one accumulator, then the scales of each stage. Two accumulators of 256
+/// columns would leave no column to the scales, and tiles of 192 columns would divide the blocks of
+/// 128 that the epilogues quantise.
+inline constexpr int kScalesColumn = kTileColumns;
+inline constexpr int kStageScaleColumns = 16;
+static_assert(kStageChunks * kChunkColumns <= kStageScaleColumns);
+static_assert(kScalesColumn + kStages * kStageScaleColumns <= kTensorColumns);
 
 }  // namespace sonicmoe::cuda::blackwell

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/blackwell/params.h"
+#include "cuda/math/layouts.h"
 #include "cuda/tma/tensor_map.h"
 
 namespace sonicmoe::cuda::blackwell {
@@ -22,6 +23,16 @@ inline CUtensorMap rows_map(EncodeTensorMap encode, const Tensor& rows, std::int
   const void* base = static_cast<const std::uint8_t*>(rows.data) + skip;
   if (rows_of_box == 1) return encode_map(encode, rows.dtype, base, {columns, lines});
   return encode_map(encode, rows.dtype, base, {columns, lines, {1, 0, 1}});
+}
+
+/// Loads boxes of matrices (E, columns, depth).
+inline CUtensorMap columns_map(EncodeTensorMap encode, const Tensor& matrices) {
+  const int fast = major_of(matrices) == Major::kK ? 2 : 1;
+  const int slow = 3 - fast;
+  return encode_map(encode, matrices.dtype, matrices.data,
+                    {{matrices.shape[fast], 1, 64},
+                     {matrices.shape[slow], matrices.stride[slow], 64},
+                     {matrices.shape[0], matrices.stride[0], 1}});
 }
 
 inline std::uint32_t types_of(DType dtype) { return dtype == DType::kBF16 ? kBrainTypes : 0; }

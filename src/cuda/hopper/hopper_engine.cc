@@ -1,7 +1,7 @@
 #include "cuda/hopper/hopper_engine.h"
 
+#include "cuda/fp8/quantizers.h"
 #include "cuda/hopper/choices.h"
-#include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 
@@ -33,8 +33,6 @@ BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
 
 }  // namespace
 
-constexpr Quantizers kQuantizers = {&fp8_quantize_rows, &fp8_quantize_weights};
-
 const Engine kHopperEngine = {
     .name = "hopper",
     .service = {.capabilities = {90, 90},
@@ -49,6 +47,8 @@ const Engine kHopperEngine = {
     .choices = kChoices,
     .describe = &hopper_tiles,
     .quantizers = &kQuantizers,
+    .fast_fp8 = true,
+    .adds_factors_to_codes = true,
     .awaits_rows = true,
 };
 

@@ -94,7 +94,12 @@ std::string refusal(const Problem& p, const Engine& engine) {
   }
   if (p.precision == Precision::kFp8 && engine.quantizers == nullptr) {
     return std::string("precision is fp8, must be tensors: the engine ") + engine.name +
-           " has no FP8, which needs an H100 or H200 and the engine hopper";
+           " has no FP8, which needs the engine hopper (H100, H200) or blackwell (B200, B300)";
+  }
+  const bool has_factors = p.up_rank != 0 || p.down_rank != 0;
+  if (p.precision == Precision::kFp8 && has_factors && !engine.adds_factors_to_codes) {
+    return std::string("precision is fp8, must be tensors with low-rank factors on the engine ") +
+           engine.name;
   }
   if (p.hidden % service.multiple != 0 || p.width % service.multiple != 0) {
     return "hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +

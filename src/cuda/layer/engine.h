@@ -81,6 +81,10 @@ struct Engine {
   std::vector<TileChoice> (*describe)(const Problem& problem);
   /// Null: the engine has no FP8. No product that it gets then has scales.
   const Quantizers* quantizers = nullptr;
+  /// Whether FP8 was measured to be faster than bf16 for large problems ("auto" takes it).
+  bool fast_fp8 = false;
+  /// Whether products with scales take a low-rank term.
+  bool adds_factors_to_codes = false;
   /// Whether gathered row products take RowOperand::arrivals.
   bool awaits_rows = false;
   /// Launches a product of packed weights that unpacks them itself, without memory for unpacked

@@ -1,12 +1,13 @@
 // The mbarriers of a CTA, and positions in the rings that they guard.
 //
 //   name        where      arrivals in a phase               who waits   what it orders
-//   full[s]     even CTA   1, and the bytes of both CTAs     products    loads before products
+//   full[s]     even CTA   1, and the bytes of both CTAs;    products    loads before products
+//                          of codes 1 more of each CTA
 //   empty[s]    each CTA   1, by commit                      loads       products before new loads
 //   d_full[a]   each CTA   1, by commit                      epilogue    products before reads of D
 //   d_empty[a]  even CTA   1 of each epilogue warp of both   products    reads of D before products
 //   queue_full[e]   each CTA   1, and the bytes of an index  readers     the index before its reads
-//   queue_empty[e]  odd CTA    kQueueReaders                 scheduler   reads before the next
+//   queue_empty[e]  odd CTA    1 of each reader              scheduler   reads before the next
 //   index
 //
 // The cluster barrier runs twice: after the mbarriers are initialised, and before tensor memory is
@@ -56,6 +57,10 @@ struct Cta {
 
   __device__ __forceinline__ std::uint32_t a(int stage) const { return base + stage * kStageBytes; }
   __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + kStageBytesA; }
+  /// The chunks of scales of a stage.
+  __device__ __forceinline__ std::uint32_t chunks(int stage) const {
+    return base + kChunksAt + stage * kStageChunks * kChunkBytes;
+  }
   __device__ __forceinline__ std::uint32_t staging(int warp) const {
     return base + kStagingAt + warp * kStagingBuffers * kStagingBytes;
   }
@@ -78,10 +83,10 @@ struct Cta {
   }
   __device__ __forceinline__ std::uint32_t tensor_slot() const { return base + kTensorSlotAt; }
 
-  /// One thread initialises all barriers.
-  __device__ __forceinline__ void init_barriers() const {
+  /// One thread initialises all barriers. `loaders`: arrivals at `full`; `readers`: of the queue.
+  __device__ __forceinline__ void init_barriers(int loaders, int readers) const {
     for (int s = 0; s < kStages; s++) {
-      full(s).init(1);
+      full(s).init(loaders);
       empty(s).init(1);
     }
     for (int i = 0; i < kAccumulators; i++) {
@@ -90,7 +95,7 @@ struct Cta {
     }
     for (int e = 0; e < kQueueEntries; e++) {
       queue_full(e).init(1);
-      queue_empty(e).init(kQueueReaders);
+      queue_empty(e).init(readers);
     }
     ptx::fence_barrier_init();
   }
@@ -115,7 +120,6 @@ struct Ring {
   }
 };
 using StageRing = Ring<kStages>;
-using AccumulatorRing = Ring<kAccumulators>;
 
 /// A commit of the last products may still arrive at `empty`. Waits for it, because a CTA must not
 /// end before. `ring` is behind the last stage. The wait for a stage that was never used succeeds

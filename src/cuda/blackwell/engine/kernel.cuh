@@ -15,9 +15,20 @@
 
 namespace sonicmoe::cuda::blackwell {
 
-/// What a row product and a depth product do differently.
+/// What all products of 16-bit elements have in common.
+struct ElementProduct {
+  using Steps = ElementSteps;
+  static constexpr int kThreads = blackwell::kThreads;
+  static constexpr int kAccumulators = blackwell::kAccumulators;
+  static constexpr int kLoaders = 1;  ///< arrivals at `full`
+  static constexpr int kReaders = kQueueReaders;
+  template <class Params>
+  static __device__ __forceinline__ void load_by_scale_warp(const Params&, const Cta&, int) {}
+};
+
+/// What row products and depth products do differently.
 template <class Epilogue_>
-struct RowProductOf {
+struct RowProductOf : ElementProduct {
   using Epilogue = Epilogue_;
   using Params = RowProductParams<typename Epilogue::Params>;
   using Tiles = RowTiles;
@@ -32,7 +43,7 @@ struct RowProductOf {
   }
 };
 template <class Epilogue_>
-struct DepthProductOf {
+struct DepthProductOf : ElementProduct {
   using Epilogue = Epilogue_;
   using Params = DepthProductParams<typename Epilogue::Params>;
   using Tiles = DepthTiles;
@@ -53,7 +64,7 @@ template <class Product>
 __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, const Cta& cta,
                                              std::uint32_t tensor, int warp) {
   typename Product::Tiles tiles(p.tiles, cta, QueueReader::kWarp);
-  AccumulatorRing accumulator;
+  Ring<Product::kAccumulators> accumulator;
   for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
     bool in_time = true;
@@ -73,13 +84,13 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
 }
 
 template <class Product>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Product::kThreads, 1)
     pair_product(const __grid_constant__ typename Product::Params p) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const Cta cta{ptx::shared_address(shared), ptx::cluster_rank(), p.tiles.limit};
   const int warp = ptx::uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) cta.init_barriers();
+  if (threadIdx.x == 0) cta.init_barriers(Product::kLoaders, Product::kReaders);
   if (warp == kProductWarp) ptx::allocate_tensor_memory(cta.tensor_slot(), kTensorColumns);
   ptx::cluster_sync();
   const auto tensor = static_cast<std::uint32_t>(ptx::load_word(cta.tensor_slot()));
@@ -97,9 +108,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (warp == kColumnWarp) {
     begin_loads(p.order);
     Product::load_by_column_warp(p, cta, lane);
-  } else {
+  } else if (warp < kScaleWarp) {
     begin_loads(p.order);
     Product::load_by_row_warp(p, cta, warp - kFirstRowWarp, lane);
+  } else {
+    begin_loads(p.order);
+    Product::load_by_scale_warp(p, cta, lane);
   }
   __syncwarp();
   // When this kernel is complete, all kernels before it must be complete too.

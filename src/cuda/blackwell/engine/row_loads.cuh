@@ -60,23 +60,25 @@ __device__ __forceinline__ void load_columns(const Segment* segments, const RowT
   StageRing ring;
   for (Tile tile; tiles.next(tile);) {
     const std::uint32_t bytes = kCtas * (tile.cta_rows * kLineBytes + tile.boxes() * kBoxBytes);
-    // With halves a CTA has 64 columns of gate and the same columns of up.
-    const int step = p.halves != 0 ? kBoxColumns : tile.half_columns;
+    // The matrix and the column of box b: those of the first box, and b times a step.
+    const bool is_one = p.halves == Halves::kOneMatrix, in_cta = p.halves == Halves::kInEachCta;
+    const int matrix = p.halves == Halves::kInEachPair ? cta.rank : 0;
+    const int step = in_cta ? kBoxColumns : is_one ? tile.half_columns : 0;
     const int first = tile.column + cta.rank * step;
-    const int second = p.halves != 0 ? first : first + kBoxColumns;
     for_each_k_tile(segments, p.segments, [&](const Segment& segment, int kt) {
       if (!cta.empty(ring.at).wait(ring.parity ^ 1)) return;
       if (cta.rank == 0) cta.full(ring.at).arrive_expecting(bytes);
       const std::uint32_t full = ptx::in_even_cta(cta.full(ring.at).address());
       const int k = kt * kDepth;
-      const auto load = [&](int box, int column) {
+      const auto load = [&](int box) {
+        const int column = first + (in_cta ? 0 : box * kBoxColumns);
         const ptx::Coord3 at = (p.operands & kMnMajorB) != 0 ? ptx::Coord3{column, k, tile.expert}
                                                              : ptx::Coord3{k, column, tile.expert};
-        ptx::pair_load(cta.b(ring.at) + box * kBoxBytes, &segment.columns[p.halves != 0 ? box : 0],
+        ptx::pair_load(cta.b(ring.at) + box * kBoxBytes, &segment.columns[in_cta ? box : matrix],
                        full, at);
       };
-      load(0, first);
-      if (tile.boxes() > 1) load(1, second);
+      load(0);
+      if (tile.boxes() > 1) load(1);
       ring.next();
     });
   }

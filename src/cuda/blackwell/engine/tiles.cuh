@@ -70,8 +70,9 @@ class RowTiles {
     const int rows = record.z - offset;
     const int column = column_tile * p_.column_step;
     const int left = min(p_.columns - column, p_.column_step);
-    const int half = p_.halves != 0 ? kTileColumns / 2 : half_columns_of(left);
-    return {record.x, record.y + offset, rows, column, cta_rows_of(rows), half, p_.k_tiles};
+    const int half = p_.halves == Halves::kOneMatrix ? half_columns_of(left) : kTileColumns / 2;
+    const int cta_rows = p_.has_tails != 0 ? cta_rows_of(rows) : kCtaRows;
+    return {record.x, record.y + offset, rows, column, cta_rows, half, p_.k_tiles};
   }
 
   const RowTilesParams& p_;

@@ -60,6 +60,53 @@ struct ActivateGrad {
       tile.load(piece.grad, c + chunk * 8);
       run_chunk(p, tile, chunk, piece);
     }
+    store_gradients(p, tile, column);
+    return piece.score;
+  }
+
+  /// Eight columns of the lane's row.
+  static __device__ __forceinline__ void run_chunk(const Params& p, const WarpTile& tile, int chunk,
+                                                   portable::GradPiece& piece) {
+    const bool exists = tile.lane < tile.rows;
+    const bool has_second = exists && p.act.layout != GateLayout::kNone;
+    portable::HiddenQuads quads{};
+    if (exists) quads.first = ptx::load_shared16(staged_hidden(p.act, tile, chunk, 0));
+    if (has_second) quads.second = ptx::load_shared16(staged_hidden(p.act, tile, chunk, 1));
+    portable::HiddenWords h = portable::words_of(p.act, quads);
+    if (p.act.layout == GateLayout::kInterleaved) h.exchange();
+    portable::differentiate<Element>(p.act, h, piece);
+    stage_gradients(p.act, tile, chunk, h, piece.a);
+  }
+
+  /// Where the lane's H or dH of eight columns of A is staged: 16 bytes of gate or of up, or the
+  /// first or second 16 bytes of both.
+  static __device__ __forceinline__ std::uint32_t staged_hidden(const portable::Activating& act,
+                                                                const WarpTile& tile, int chunk,
+                                                                int which) {
+    return act.layout == GateLayout::kInterleaved
+               ? tile.staged(chunk / 2, tile.lane, chunk % 2 * 2 + which)
+               : tile.staged(which, tile.lane, chunk);
+  }
+
+ public:
+  /// Writes dH, of which `h` has gate and up apart, and A' of eight columns to the staging buffers.
+  static __device__ __forceinline__ void stage_gradients(const portable::Activating& act,
+                                                         const WarpTile& tile, int chunk,
+                                                         portable::HiddenWords h,
+                                                         const std::uint32_t (&a)[4]) {
+    const bool interleaved = act.layout == GateLayout::kInterleaved;
+    if (interleaved) h.exchange();
+    ptx::store_shared16(staged_hidden(act, tile, chunk, 0),
+                        interleaved ? h.quad(0) : portable::quad_of(h.gate));
+    if (act.layout != GateLayout::kNone) {
+      ptx::store_shared16(staged_hidden(act, tile, chunk, 1),
+                          interleaved ? h.quad(1) : portable::quad_of(h.up));
+    }
+    ptx::store_shared16(tile.staged(kBufferOfA, tile.lane, chunk), portable::quad_of(a));
+  }
+  /// Stores dH and A' of kPiece columns from the staging buffers.
+  static __device__ __forceinline__ void store_gradients(const Params& p, const WarpTile& tile,
+                                                         int column) {
     __syncwarp();
     for_each_buffer(p, tile, p.dh, column,
                     [&](const Target& to, int buffer) { store_staged<kPiece>(tile, to, buffer); });
@@ -67,33 +114,9 @@ struct ActivateGrad {
                          {p.a.data + tile.row * p.a.row_bytes + column * kElementBytes,
                           p.a.row_bytes, p.act.width - column},
                          kBufferOfA);
-    return piece.score;
   }
 
-  /// Eight columns of the lane's row.
-  static __device__ __forceinline__ void run_chunk(const Params& p, const WarpTile& tile, int chunk,
-                                                   portable::GradPiece& piece) {
-    const bool interleaved = p.act.layout == GateLayout::kInterleaved;
-    const std::uint32_t first = interleaved ? tile.staged(chunk / 2, tile.lane, chunk % 2 * 2)
-                                            : tile.staged(0, tile.lane, chunk);
-    const std::uint32_t second = interleaved ? tile.staged(chunk / 2, tile.lane, chunk % 2 * 2 + 1)
-                                             : tile.staged(1, tile.lane, chunk);
-    const bool exists = tile.lane < tile.rows;
-    const bool has_second = exists && p.act.layout != GateLayout::kNone;
-    portable::HiddenQuads quads{};
-    if (exists) quads.first = ptx::load_shared16(first);
-    if (has_second) quads.second = ptx::load_shared16(second);
-    portable::HiddenWords h = portable::words_of(p.act, quads);
-    if (interleaved) h.exchange();
-    portable::differentiate<Element>(p.act, h, piece);
-    if (interleaved) h.exchange();
-    ptx::store_shared16(first, interleaved ? h.quad(0) : portable::quad_of(h.gate));
-    if (has_second) {
-      ptx::store_shared16(second, interleaved ? h.quad(1) : portable::quad_of(h.up));
-    }
-    ptx::store_shared16(tile.staged(kBufferOfA, tile.lane, chunk), portable::quad_of(piece.a));
-  }
-
+ private:
   /// Calls call(where, buffer) for the staging buffers of H or dH.
   template <class Call>
   static __device__ __forceinline__ void for_each_buffer(const Params& p, const WarpTile& tile,

@@ -52,6 +52,21 @@ struct WarpTile {
     __syncwarp();
     ptx::load_tensor_memory(values, tensor + from);
   }
+  /// The same for words, of 16 columns.
+  __device__ __forceinline__ void load_words(std::uint32_t (&words)[16], int from) const {
+    __syncwarp();
+    ptx::load_tensor_memory(words, tensor + from);
+  }
+  /// Stores words over D: of 16 columns, or four of each argument over 8 columns.
+  __device__ __forceinline__ void store_words(const std::uint32_t (&words)[16], int from) const {
+    __syncwarp();
+    ptx::store_tensor_memory(words, tensor + from);
+  }
+  __device__ __forceinline__ void store_words(const std::uint32_t (&first)[4],
+                                              const std::uint32_t (&second)[4], int from) const {
+    __syncwarp();
+    ptx::store_tensor_memory(first, second, tensor + from);
+  }
   /// The address of chunk `chunk`, of 16 bytes, of row `row` in a staging buffer. Chunks are
   /// exchanged within a row, which avoids bank conflicts if eight lanes access the same chunk of
   /// neighbouring rows.

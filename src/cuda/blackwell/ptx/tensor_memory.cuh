@@ -1,5 +1,5 @@
-// Tensor memory: its allocation, loads from it, and the fences around accesses to it. An address is
-// lane << 16 | column.
+// Tensor memory: its allocation, loads and stores of it, and the fences around accesses to it. An
+// address is lane << 16 | column.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,44 @@ __device__ __forceinline__ void load_tensor_memory(float (&v)[8], std::uint32_t 
       : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]), "=f"(v[4]), "=f"(v[5]), "=f"(v[6]),
         "=f"(v[7])
       : "r"(address)
+      : "memory");
+}
+
+/// Words instead of fp32, 16 columns.
+__device__ __forceinline__ void load_tensor_memory(std::uint32_t (&v)[16], std::uint32_t address) {
+  asm volatile(
+      "tcgen05.ld.sync.aligned.32x32b.x16.b32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+      "%12, %13, %14, %15}, [%16];\n"
+      "tcgen05.wait::ld.sync.aligned;"
+      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]),
+        "=r"(v[7]), "=r"(v[8]), "=r"(v[9]), "=r"(v[10]), "=r"(v[11]), "=r"(v[12]), "=r"(v[13]),
+        "=r"(v[14]), "=r"(v[15])
+      : "r"(address)
+      : "memory");
+}
+
+/// Stores words to 16 columns, the reverse of a load. The wait is in the same statement, so that a
+/// later load gets them.
+__device__ __forceinline__ void store_tensor_memory(const std::uint32_t (&v)[16],
+                                                    std::uint32_t address) {
+  asm volatile(
+      "tcgen05.st.sync.aligned.32x32b.x16.b32 [%16], {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+      "%11, %12, %13, %14, %15};\n"
+      "tcgen05.wait::st.sync.aligned;" ::"r"(v[0]),
+      "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(v[4]), "r"(v[5]), "r"(v[6]), "r"(v[7]), "r"(v[8]),
+      "r"(v[9]), "r"(v[10]), "r"(v[11]), "r"(v[12]), "r"(v[13]), "r"(v[14]), "r"(v[15]),
+      "r"(address)
+      : "memory");
+}
+/// The same for 8 columns: the words of `first`, then those of `second`.
+__device__ __forceinline__ void store_tensor_memory(const std::uint32_t (&first)[4],
+                                                    const std::uint32_t (&second)[4],
+                                                    std::uint32_t address) {
+  asm volatile(
+      "tcgen05.st.sync.aligned.32x32b.x8.b32 [%8], {%0, %1, %2, %3, %4, %5, %6, %7};\n"
+      "tcgen05.wait::st.sync.aligned;" ::"r"(first[0]),
+      "r"(first[1]), "r"(first[2]), "r"(first[3]), "r"(second[0]), "r"(second[1]), "r"(second[2]),
+      "r"(second[3]), "r"(address)
       : "memory");
 }
 

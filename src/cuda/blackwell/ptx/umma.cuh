@@ -40,6 +40,41 @@ __device__ __forceinline__ void multiply_pair(std::uint32_t d, std::uint64_t a, 
       : "memory");
 }
 
+/// Descriptor of a chunk of scales for copy_scales_pair(): 32 rows of 16 bytes, without swizzle.
+/// The stride offset between 8 rows is 128 bytes.
+__device__ __forceinline__ std::uint64_t chunk_descriptor(std::uint32_t address) {
+  constexpr std::uint64_t kFixed = std::uint64_t{128 / 16} << 32 | std::uint64_t{1} << 46;
+  return kFixed | (address & 0x3ffff) >> 4;
+}
+/// Copies a chunk of scales from each CTA's shared memory to four columns of its tensor memory. The
+/// four bytes at (r % 32) * 16 + (r / 32) * 4 are those of row r: they go to lane r % 32 of each
+/// quarter, column r / 32. Products that this thread issues later see the scales.
+__device__ __forceinline__ void copy_scales_pair(std::uint32_t tensor, std::uint64_t chunk) {
+  asm volatile("tcgen05.cp.cta_group::2.32x128b.warpx4 [%0], %1;" ::"r"(tensor), "l"(chunk)
+               : "memory");
+}
+
+/// Instruction descriptor of a product of e4m3 codes with scales of 8 exponent bits, which are byte
+/// 0 of their columns.
+__device__ __forceinline__ std::uint32_t code_product_descriptor(int rows, int columns) {
+  return 1u << 23 | static_cast<std::uint32_t>(columns) << 14 |
+         static_cast<std::uint32_t>(rows) << 20;
+}
+/// As multiply_pair(), over 32 codes of K, each times its scale. A column of tensor memory has the
+/// scales of 32 rows of A in this CTA, or of 32 columns of B in both.
+__device__ __forceinline__ void multiply_codes_pair(std::uint32_t d, std::uint64_t a,
+                                                    std::uint64_t b, std::uint32_t descriptor,
+                                                    std::uint32_t scales_a, std::uint32_t scales_b,
+                                                    bool accumulates) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+      "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale.block32 [%0], %1, %2, %3, [%4], [%5], "
+      "p;\n}\n" ::"r"(d),
+      "l"(a), "l"(b), "r"(descriptor), "r"(scales_a), "r"(scales_b),
+      "r"(static_cast<std::uint32_t>(accumulates))
+      : "memory");
+}
+
 /// Arrives once at `barrier` of both CTAs when all earlier products of this thread are complete.
 __device__ __forceinline__ void commit_pair(Mbarrier barrier) {
   asm volatile(

@@ -5,9 +5,8 @@
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/fp8/products.h"
-#include "cuda/hopper/ptx/e4m3.cuh"
-#include "cuda/math/element.cuh"
+#include "cuda/fp8/codes.cuh"
+#include "cuda/fp8/quantizers.h"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
 
@@ -17,7 +16,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kEach = 16;                    // elements that a thread quantises
 constexpr int kLanes = fp8::kBlock / kEach;  // lanes of a block
-using Two = Pair<__nv_bfloat16>;
 
 struct Args {
   const std::uint16_t* rows;
@@ -28,14 +26,6 @@ struct Args {
   std::uint32_t row_threads;
   std::uint32_t columns;  ///< of `rows`
 };
-
-__device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, float inverse) {
-  // The conversion would saturate infinity to 448. 0 * infinity is NaN, so adding it gives the code
-  // of NaN, and for finite values it adds 0.
-  const float low = fmaf(Two::low(word), 0.0f, Two::low(word) * inverse);
-  const float high = fmaf(Two::high(word), 0.0f, Two::high(word) * inverse);
-  return ptx::to_e4m3(low, high);
-}
 
 __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const Args p) {
   ptx::wait_for_previous_kernel();
@@ -55,8 +45,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const Args p) {
   std::uint32_t most = 0;
 #pragma unroll
   for (const std::uint32_t word : words) {
-    most = max(most, fp8::magnitude_of(Two::low(word)));
-    most = max(most, fp8::magnitude_of(Two::high(word)));
+    most = larger_magnitude(most, word);
   }
   const unsigned lanes = 0xffu << (threadIdx.x & 24);
 #pragma unroll

@@ -5,15 +5,12 @@
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/fp8/products.h"
-#include "cuda/hopper/ptx/e4m3.cuh"
-#include "cuda/math/element.cuh"
+#include "cuda/fp8/codes.cuh"
+#include "cuda/fp8/quantizers.h"
 #include "cuda/ptx/dependent.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
-
-using Two = Pair<__nv_bfloat16>;
 
 constexpr int kThreads = 256;
 constexpr int kBlock = static_cast<int>(fp8::kBlock);
@@ -59,19 +56,10 @@ __device__ __forceinline__ uint4 load_eight_odd(const std::uint16_t* from) {
           __byte_perm(second.x, second.y, 0x7632), __byte_perm(second.z, second.w, 0x7632)};
 }
 
-__device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, float inverse) {
-  // The conversion would saturate infinity to 448. 0 * infinity is NaN, so adding it gives the code
-  // of NaN, and for finite values it adds 0.
-  const float low = fmaf(Two::low(word), 0.0f, Two::low(word) * inverse);
-  const float high = fmaf(Two::high(word), 0.0f, Two::high(word) * inverse);
-  return ptx::to_e4m3(low, high);
-}
-
 __device__ __forceinline__ std::uint32_t largest_of(const uint4& v) {
   std::uint32_t most = 0;
   for (const std::uint32_t word : {v.x, v.y, v.z, v.w}) {
-    most = max(most, fp8::magnitude_of(Two::low(word)));
-    most = max(most, fp8::magnitude_of(Two::high(word)));
+    most = larger_magnitude(most, word);
   }
   return most;
 }
