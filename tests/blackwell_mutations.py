@@ -25,6 +25,7 @@ TEST = "BlackwellProbe.ComputesAProduct"
 PAIR = "9blackwell12pair_productINS1_"
 STORE = PAIR + "12RowProductOfINS1_5StoreI6__half"
 STORE_EXPERT = PAIR + "14DepthProductOfINS1_11StoreExpertI13__nv_bfloat16"
+CODES_STORE = PAIR + "14CodesProductOfINS1_5StoreI13__nv_bfloat16"
 ACTIVATE = PAIR + "12RowProductOfINS1_8ActivateI"
 ACTIVATE_GRAD = PAIR + "12RowProductOfINS1_12ActivateGradI"
 APART, PAIRS = "13__nv_bfloat16", "6__half"  # the probe has gate and up apart in bf16
@@ -71,7 +72,7 @@ def neighbour(bytes_):
     return with_address("xor.b64", bytes_)
 
 
-MMA, COMMIT = r"\s*tcgen05\.mma", r"\s*tcgen05\.commit"
+MMA, COMMIT, COPY = (rf"\s*tcgen05\.{what}" for what in ("mma", "commit", "cp"))
 GATHER, BOX = r"\s*cp\.async\.bulk\.tensor\.2d", r"\s*cp\.async\.bulk\.tensor\.3d"
 # What is changed, the instructions, which of them (None: all), and how.
 DESCRIPTOR = {  # exchanged bits of a matrix descriptor
@@ -163,6 +164,41 @@ def changed_loads(is_grad):
         None,
         changed(0, "xor.b32", 8192),
     )
+
+
+# Of the instruction descriptor of codes.
+CODES_INSTRUCTION = {
+    "byte of A's scales": 1 << 29,
+    "byte of B's scales": 1 << 4,
+    "A in e5m2": 1 << 7,
+    "B in e5m2": 1 << 10,
+    "A in the other order": 1 << 15,
+    "M 128 instead of 256": 3 << 27,
+    "scales in another format": 1 << 23,
+}
+
+
+def changed_codes():
+    for what, bits in CODES_INSTRUCTION.items():
+        yield f"instruction descriptor: {what}", MMA, None, flipped(3, bits, 32)
+    for place, name in ((4, "A"), (5, "B")):
+        for distance in (1, 4):
+            yield (
+                f"scales of {name} {distance} columns further",
+                MMA,
+                None,
+                changed(place, "add.u32", distance),
+            )
+    # Registers of tcgen05.cp: target, descriptor. 1: the next row of a chunk; 32: the next chunk.
+    for copy, name in enumerate(("A", "the left half of B", "the right half of B")):
+        yield f"scales of {name} 4 columns further", COPY, copy, changed(0, "add.u32", 4)
+        for what, bits in (("row", 1), ("chunk", 32), ("stride", 1 << 32)):
+            yield (
+                f"scales of {name}: another {what}",
+                COPY,
+                copy,
+                flipped(1, bits, 64),
+            )
 
 
 def changed_barriers():
@@ -309,6 +345,11 @@ def engine_changes(sums_rows):
 # before the epilogue.
 KERNELS = {
     "store": (STORE, "experts of", engine_changes(False)),
+    "codes_store": (
+        CODES_STORE,
+        "codes of",
+        [*changed_codes(), *changed_loads(False), *changed_barriers()],
+    ),
     "store_expert": (STORE_EXPERT, "a weight gradient", engine_changes(True)),
     "activate": (
         ACTIVATE + APART,

@@ -3,7 +3,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -49,7 +51,8 @@ struct Trial {
 
 // A tile of 256 rows; rows past the end of an expert, with MN-major weights; rings that go round,
 // with tiles of 128 rows and 64 columns; the epilogues of A and dH; weight gradients. Each has a k
-// tile that is not full. Together they run all kernels.
+// tile that is not full, but for codes, whose K is whole blocks. Together they run all kernels but
+// those of the epilogues of codes.
 const Trial kInOrder{"256 rows in order", {256}, 520, 256, DType::kBF16, false};
 const Trial kGathered{"200 gathered rows", {200}, 136, 200, DType::kBF16, true};
 const Trial kExperts{
@@ -60,6 +63,8 @@ const Trial kActivatedPairs{
 const Trial kActivatedGrad{"dH, gate and up apart", {160, 0, 1, 71}, 136, 136, DType::kBF16, true};
 const Trial kActivatedGradPairs{
     "dH, gate and up alternating", {160, 0, 1, 71}, 136, 136, DType::kF16, true};
+const Trial kCodes{
+    "codes of 300, 0, 1 and 129 rows", {300, 0, 1, 129}, 384, 264, DType::kBF16, true};
 
 /// The trial of a weight gradient.
 Trial grad_trial(DType dtype) {
@@ -236,23 +241,36 @@ Device one_pair_of(const Device& device) {
 
 enum class Order { kDepth, kColumns };  ///< what is contiguous in the weights
 
-/// D (rows, columns) = rows * weights^T.
-std::vector<int> products_of(const Trial& t, const Operands& o) {
+/// D (rows, columns) = rows * weights^T. scale(expert, row of x, column, block): of a block of
+/// kScaleBlock of K.
+template <class Scale>
+std::vector<float> scaled_products_of(const Trial& t, const Operands& o, const Scale& scale) {
   const auto columns = std::size_t(t.columns), depth = std::size_t(t.width);
-  std::vector<int> sums;
+  std::vector<float> sums;
   std::size_t row = 0;
   for (std::size_t e = 0; e < t.rows.size(); ++e) {
     for (int r = 0; r < t.rows[e]; ++r, ++row) {
-      const int* x = o.x.data() + std::size_t(o.row_of[row]) * depth;
+      const auto token = std::size_t(o.row_of[row]);
+      const int* x = o.x.data() + token * depth;
       for (std::size_t c = 0; c < columns; ++c) {
         const int* w = o.other.data() + (e * columns + c) * depth;
-        int sum = 0;
-        for (std::size_t k = 0; k < depth; ++k) sum += x[k] * w[k];
+        float sum = 0.0f;
+        for (std::size_t k = 0, block = 0; k < depth; ++block) {
+          int in_block = 0;
+          for (; k < std::min<std::size_t>((block + 1) * kScaleBlock, depth); ++k) {
+            in_block += x[k] * w[k];
+          }
+          sum += scale(e, token, c, block) * static_cast<float>(in_block);
+        }
         sums.push_back(sum);
       }
     }
   }
   return sums;
+}
+
+std::vector<float> products_of(const Trial& t, const Operands& o) {
+  return scaled_products_of(t, o, [](auto...) { return 1.0f; });
 }
 
 /// The weights (experts, columns, width) in device memory.
@@ -270,11 +288,11 @@ Tensor weights_of(const Trial& t, Operands& o, Order order) {
 }
 
 /// Launches a row product and compares its results.
-std::string fault_of(const Device& device, const Trial& t, Operands& o,
+std::string fault_of(const Device& device, const Trial& t, Operands& o, const RowOperand& rows,
                      const WeightOperand& weights, const decltype(RowProduct::epilogue)& epilogue) {
   const RowProduct product{.dtype = t.dtype,
                            .groups = o.groups(t),
-                           .rows = o.rows(t),
+                           .rows = rows,
                            .weights = weights,
                            .epilogue = epilogue,
                            .hints = {}};
@@ -285,7 +303,55 @@ std::string fault_of(const Device& device, const Trial& t, Operands& o,
 std::string fault_of_rows(const Device& device, const Trial& t, Order order) {
   Operands o(t, t.rows.size() * t.columns * t.width);
   Bits* const out = o.out(bits_of(products_of(t, o), t.dtype), t.columns);
-  return fault_of(device, t, o, {weights_of(t, o, order), {}, WeightParts::kOne},
+  return fault_of(device, t, o, o.rows(t), {weights_of(t, o, order), {}, WeightParts::kOne},
+                  StoreOutput{tensor2(out, t.dtype, t.all_rows(), t.columns)});
+}
+
+/// The code of an integer from -2 to 2 in e4m3.
+std::uint8_t code_of(int value) {
+  static constexpr std::uint8_t kCodes[] = {0xc0, 0xb8, 0x00, 0x38, 0x40};
+  return kCodes[value + 2];
+}
+
+/// Powers of two from 1/4 to 4.
+std::vector<float> scales_of(std::size_t count, unsigned seed) {
+  std::vector<float> scales;
+  for (const int exponent : small_integers(count, seed))
+    scales.push_back(std::ldexp(1.0f, exponent));
+  return scales;
+}
+
+/// A product of codes: a scale for each token and block of K, and for each expert, block of columns
+/// and block of K.
+std::string fault_of_codes(const Device& device, const Trial& t) {
+  Operands o(t, t.rows.size() * t.columns * t.width);
+  const auto blocks = std::size_t(t.width / kScaleBlock);
+  const std::size_t column_blocks = (t.columns + kScaleBlock - 1) / kScaleBlock;
+  const std::vector<float> of_rows = scales_of(t.tokens() * blocks, 6);
+  const std::vector<float> of_weights = scales_of(t.rows.size() * column_blocks * blocks, 7);
+  const std::vector<float> expected = scaled_products_of(
+      t, o, [&](std::size_t e, std::size_t token, std::size_t column, std::size_t block) {
+        return of_rows[token * blocks + block] *
+               of_weights[(e * column_blocks + column / kScaleBlock) * blocks + block];
+      });
+  const auto codes = [&](const std::vector<int>& values) {
+    std::vector<std::uint8_t> all;
+    for (const int v : values) all.push_back(code_of(v));
+    return o.work.copy(all);
+  };
+  Bits* const out = o.out(bits_of(expected, t.dtype), t.columns);
+  const RowOperand rows{.rows = tensor2(codes(o.x), t.dtype, t.tokens(), t.width),
+                        .index = o.index,
+                        .scales = {.data = o.work.copy(of_rows)}};
+  const WeightOperand weights{
+      .first = tensor3(codes(o.other), t.dtype, t.experts(), t.columns, t.width),
+      .second = {},
+      .parts = WeightParts::kOne,
+      .scales = {.data = o.work.copy(of_weights),
+                 .expert_stride = static_cast<std::int64_t>(column_blocks * blocks),
+                 .column_stride = static_cast<std::int64_t>(blocks),
+                 .depth_stride = 1}};
+  return fault_of(device, t, o, rows, weights,
                   StoreOutput{tensor2(out, t.dtype, t.all_rows(), t.columns)});
 }
 
@@ -306,7 +372,7 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
   const int width = t.columns / 2;
   Operands o(t, t.rows.size() * t.columns * t.width);
   const std::vector<int> biases = small_integers(t.rows.size() * t.columns, 3);
-  const std::vector<int> sums = products_of(t, o);
+  const std::vector<float> sums = products_of(t, o);
   std::vector<Bits> h(sums.size()), a;
   std::size_t row = 0;
   for (std::size_t e = 0; e < t.rows.size(); ++e) {
@@ -315,9 +381,9 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
         const HiddenColumns at(layout, c, width);
         const auto hidden = [&](int column, int part) {
           const std::size_t i = row * t.columns + column;
-          const int sum = sums[i] + biases[(e * 2 + part) * width + c];
-          h[i] = bits_of(static_cast<float>(sum), t.dtype);
-          return static_cast<float>(sum);
+          const float sum = sums[i] + static_cast<float>(biases[(e * 2 + part) * width + c]);
+          h[i] = bits_of(sum, t.dtype);
+          return sum;
         };
         const float gate = hidden(at.gate, 0), up = hidden(at.up, 1);
         a.push_back(bits_of(relu(gate) * up, t.dtype));
@@ -343,8 +409,8 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
                           .bias_up = bias(1),
                           .activation = {ActivationKind::kReGLU},
                           .layout = layout};
-  return fault_of(device, t, o, {gate, up, apart ? WeightParts::kSideBySide : WeightParts::kOne},
-                  epilogue);
+  return fault_of(device, t, o, o.rows(t),
+                  {gate, up, apart ? WeightParts::kSideBySide : WeightParts::kOne}, epilogue);
 }
 
 /// dH, A' and the parts of dS of relu(gate) up, with H and row weights of small integers.
@@ -354,7 +420,7 @@ std::string fault_of_activate_grad(const Device& device, const Trial& t, GateLay
   Operands o(t, t.rows.size() * t.columns * t.width);
   const std::vector<int> hidden = small_integers(std::size_t(rows) * 2 * width, 4);
   const std::vector<int> weights = small_integers(rows, 5);
-  const std::vector<int> sums = products_of(t, o);
+  const std::vector<float> sums = products_of(t, o);
   std::vector<Bits> dh(hidden.size()), a;
   std::vector<float> scores(std::size_t(rows) * parts);
   for (std::size_t row = 0; row < std::size_t(rows); ++row) {
@@ -364,7 +430,7 @@ std::string fault_of_activate_grad(const Device& device, const Trial& t, GateLay
       const std::size_t line = row * 2 * width;
       const auto gate = static_cast<float>(hidden[line + at.gate]);
       const auto up = static_cast<float>(hidden[line + at.up]);
-      const auto grad = static_cast<float>(sums[row * width + c]);
+      const float grad = sums[row * width + c];
       const float value = relu(gate) * up;
       dh[line + at.gate] = bits_of(relu_slope(gate, weight * grad) * up, t.dtype);
       dh[line + at.up] = bits_of(relu(gate) * (weight * grad), t.dtype);
@@ -385,7 +451,8 @@ std::string fault_of_activate_grad(const Device& device, const Trial& t, GateLay
       .activation = {ActivationKind::kReGLU},
       .layout = layout};
   const Order order = layout == GateLayout::kConcatenated ? Order::kColumns : Order::kDepth;
-  return fault_of(device, t, o, {weights_of(t, o, order), {}, WeightParts::kOne}, epilogue);
+  return fault_of(device, t, o, o.rows(t), {weights_of(t, o, order), {}, WeightParts::kOne},
+                  epilogue);
 }
 
 /// D (experts, width, columns): of each expert, gathered rows^T * rows.
@@ -432,6 +499,7 @@ std::string run_probe(const Device& device, std::string_view only) {
   ask(kInOrder, fault_of_rows, Order::kDepth);
   ask(kGathered, fault_of_rows, Order::kColumns);
   ask(kExperts, fault_of_rows, Order::kDepth);
+  ask(kCodes, fault_of_codes);
   ask(grad_trial(DType::kBF16), fault_of_grad);
   ask(grad_trial(DType::kF16), fault_of_grad);
   ask(kActivated, fault_of_activate, kApart);
