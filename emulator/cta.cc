@@ -105,6 +105,16 @@ void Cta::check_async_read(std::uint32_t offset, std::size_t bytes, int warp) co
   }
 }
 
+void Cta::check_global_read(int warp) const {
+  if (!cluster_.grid().may_overlap() || has_waited ||
+      fences_[static_cast<std::size_t>(warp)] > start_) {
+    return;
+  }
+  throw Fault(
+      "global memory is read asynchronously before griddepcontrol.wait and without a "
+      "fence.proxy.async");
+}
+
 std::uint32_t Cta::threads_alive() const {
   std::uint32_t threads = 0;
   for (const auto& warp : warps) threads += static_cast<std::uint32_t>(std::popcount(warp->live()));

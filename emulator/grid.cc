@@ -52,7 +52,7 @@ void Grid::start_clusters() {
 }
 
 bool Grid::previous_is_complete() const {
-  return !neighbours_.previous_is_complete || neighbours_.previous_is_complete();
+  return !may_overlap() || neighbours_.previous_is_complete();
 }
 
 void Grid::launch_next(Cta& cta) {
@@ -79,6 +79,7 @@ void Grid::retire_clusters() {
     for (const auto& cta : cluster->ctas) {
       cta->check_end();
       launch_next(*cta);
+      has_waited_ = has_waited_ || cta->has_waited;
     }
   }
   std::erase_if(resident_, is_done);
@@ -144,6 +145,10 @@ void Grid::run() try {
     if (++idle > kIdleRounds) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   finish_pending();
+  // The next kernel may begin before the previous one is complete. It waits for this grid only.
+  if (may_overlap() && !has_waited_) {
+    throw Fault("a grid that may overlap with the previous one ends without griddepcontrol.wait");
+  }
 } catch (const Fault& fault) {
   throw Fault(launch_.program->name + ": " + fault.what());
 }

@@ -203,6 +203,10 @@ class Cta {
   /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence. A negative
   /// `warp` has no fences.
   void check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const;
+  /// Throws Fault if a bulk copy may not read global memory yet. If the grid may overlap with the
+  /// previous one, it needs a griddepcontrol.wait of the CTA or a fence.proxy.async of the warp:
+  /// earlier kernels wrote by the generic proxy.
+  void check_global_read(int warp) const;
 
   History& history() { return history_; }  ///< of its shared memory
   void tidy_histories() {
@@ -218,6 +222,7 @@ class Cta {
   std::uint64_t late_turns = 0;
 
   bool has_launched_next = false;  ///< griddepcontrol.launch_dependents
+  bool has_waited = false;         ///< griddepcontrol.wait has returned
   std::array<NamedBarrier, 16> barriers;
   std::vector<std::unique_ptr<Warp>> warps;
   std::uint32_t threads_alive() const;
@@ -296,6 +301,8 @@ class Grid {
   /// Called after every event that may let a waiting warp go on.
   void note_progress() { ++progress_; }
   bool previous_is_complete() const;
+  /// Whether the grid may begin before the previous one is complete.
+  bool may_overlap() const { return neighbours_.previous_is_complete != nullptr; }
   /// Notes that the CTA has run griddepcontrol.launch_dependents or has ended. The last CTA lets
   /// the next kernel start.
   void launch_next(Cta& cta);
@@ -319,6 +326,7 @@ class Grid {
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<CopyTask> pending_;
   std::uint64_t progress_ = 0;
+  bool has_waited_ = false;  // a CTA that has ended: griddepcontrol.wait
 };
 
 Grid& Warp::grid() { return cta_.cluster().grid(); }

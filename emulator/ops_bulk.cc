@@ -114,6 +114,7 @@ std::uint32_t bulk_bytes(Warp& warp, const Slot* list, int lane) {
 /// From global memory to shared memory.
 Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
+  warp.cta().check_global_read(warp.index());
   for_each_lane(lanes, [&](int lane) {
     const std::uint32_t bytes = bulk_bytes(warp, list, lane);
     const std::uint64_t source = address_at(warp, list + kSource, lane);
@@ -200,6 +201,7 @@ TensorBox box_of(Warp& warp, const Instruction& i, const Slot* map_entries, int 
 
 Next run_tensor_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
+  warp.cta().check_global_read(warp.index());
   for_each_lane(lanes, [&](int lane) {
     const TensorBox box = box_of(warp, i, list + kSource, lane);
     const std::vector<Landing> all = landings(warp, i, lane, box.bytes());
@@ -218,6 +220,7 @@ Next run_tensor_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
 Next run_gather(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   static constexpr std::uint32_t kRows = 4;
   const Slot* list = list_of(warp, i);
+  warp.cta().check_global_read(warp.index());
   for_each_lane(lanes, [&](int lane) {
     const TensorMap map = tensor_map_at(warp, address_at(warp, list + kSource, lane), lane);
     if (map.rank != 2 || map.boxes[1] != 1) {

@@ -46,7 +46,9 @@ void decode_fence(const Statement& s, Builder&, Instruction* i) {
 }
 
 Next run_wait_for_previous(Warp& warp, const Instruction&, std::uint32_t) {
-  return warp.grid().previous_is_complete() ? Next::kAdvance : Next::kWait;
+  if (!warp.grid().previous_is_complete()) return Next::kWait;
+  warp.cta().has_waited = true;
+  return Next::kAdvance;
 }
 
 Next run_launch_next(Warp& warp, const Instruction&, std::uint32_t) {

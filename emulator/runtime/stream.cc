@@ -67,19 +67,22 @@ void Stream::start(const Operation& operation, Running& running) {
   }
   const auto launched_next = std::make_shared<Moment>();
   const auto done = std::make_shared<Moment>();
-  device_.threads().run(
-      [this, kernel = operation.work.kernel, end = operation.end, previous, launched_next, done] {
-        Neighbours neighbours;
-        neighbours.previous_is_complete = [&] {
-          return previous.done == nullptr || previous.done->is_past();
-        };
-        neighbours.launch_next = [&] { launched_next->pass(); };
-        device_.run([&] { kernel(neighbours); });
-        launched_next->pass();  // also if the kernel failed, or did not run after an earlier fault
-        done->pass();
-        if (previous.end != nullptr) previous.end->wait();
-        end->pass();
-      });
+  device_.threads().run([this, kernel = operation.work.kernel,
+                         may_overlap = operation.work.may_overlap, end = operation.end, previous,
+                         launched_next, done] {
+    Neighbours neighbours;
+    if (may_overlap) {
+      neighbours.previous_is_complete = [&] {
+        return previous.done == nullptr || previous.done->is_past();
+      };
+    }
+    neighbours.launch_next = [&] { launched_next->pass(); };
+    device_.run([&] { kernel(neighbours); });
+    launched_next->pass();  // also if the kernel failed, or did not run after an earlier fault
+    done->pass();
+    if (previous.end != nullptr) previous.end->wait();
+    end->pass();
+  });
   running = {launched_next, done, operation.end};
 }
 

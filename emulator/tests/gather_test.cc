@@ -107,12 +107,16 @@ struct Tensor {
     out = memory.add(std::vector<std::uint16_t>(kBytes));
   }
   void run(const std::string& gather, int column, const std::array<int, 4>& rows,
-           std::uint64_t seed = 1) {
+           std::uint64_t seed = 1, bool may_overlap = false) {
     std::vector<std::uint64_t> parameters{word_of(map), word_of(out),
                                           static_cast<std::uint64_t>(column)};
     for (const int row : rows) parameters.push_back(static_cast<std::uint64_t>(row));
     run_kernel(kernel(gather),
-               {.grid = {2, 1, 1}, .block = {32, 1, 1}, .cluster = {2, 1, 1}, .target = kTarget},
+               {.grid = {2, 1, 1},
+                .block = {32, 1, 1},
+                .cluster = {2, 1, 1},
+                .target = kTarget,
+                .may_overlap = may_overlap},
                memory, parameters, seed);
   }
 };
@@ -180,6 +184,22 @@ TEST(Gather, Faults) {
     Tensor tensor(CU_TENSOR_MAP_SWIZZLE_128B);
     const std::string late = kOwn.substr(0, kOwn.size() - kWait.size());
     EXPECT_THROW(tensor.run(late, 0, {1, 2, 3, 4}, seed), Fault);
+  }
+}
+
+/// A kernel that may begin beside the previous one waits before it loads, or loads after a fence
+/// and waits before it ends.
+TEST(Gather, EarlyLoadsNeedAFence) {
+  const auto run = [](const std::string& before, const std::string& after) {
+    Tensor tensor(CU_TENSOR_MAP_SWIZZLE_128B);
+    tensor.run(before + kOwn + after, 0, {1, 2, 3, 4}, 1, true);
+  };
+  const std::string wait = "griddepcontrol.wait;\n", fence = "fence.proxy.async;\n";
+  EXPECT_NO_THROW(run(wait, ""));
+  EXPECT_NO_THROW(run(fence, wait));
+  EXPECT_THROW(run(fence, ""), Fault);
+  for (const char* before : {"", "griddepcontrol.launch_dependents;\n", "fence.acq_rel.gpu;\n"}) {
+    EXPECT_THROW(run(before, wait), Fault) << before;
   }
 }
 

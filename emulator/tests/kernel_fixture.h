@@ -46,6 +46,7 @@ struct BenchShape {
   Dim cluster{1, 1, 1};
   std::size_t dynamic_shared = 0;
   Target target{90, true};
+  bool may_overlap = false;  ///< with the kernel before, which is complete
 };
 
 /// Runs the first kernel of `text`, whose parameters are 64-bit words. Throws Fault.
@@ -67,7 +68,9 @@ inline void run_kernel(const std::string& text, const BenchShape& shape, const A
   Settings settings;
   settings.seed = seed;
   settings.patience_s = 2;
-  Grid(launch, settings, memory).run();
+  Neighbours neighbours;
+  if (shape.may_overlap) neighbours.previous_is_complete = [] { return true; };
+  Grid(launch, settings, memory, std::move(neighbours)).run();
 }
 
 inline std::uint64_t word_of(const void* pointer) {

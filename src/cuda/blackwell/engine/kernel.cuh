@@ -65,6 +65,7 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
                                              std::uint32_t tensor, int warp) {
   typename Product::Tiles tiles(p.tiles, cta, QueueReader::kWarp);
   Ring<Product::kAccumulators> accumulator;
+  bool must_wait = p.order.begins == Begins::kIndependent && threadIdx.x == 0;
   for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
     bool in_time = true;
@@ -73,14 +74,16 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
       ptx::fence_after_sync();
     }
     if (in_time && part.rows > 0) Product::Epilogue::run(p.epilogue, part);
-    // After the first tile the wait is short.
-    if (p.order.begins == Begins::kIndependent && threadIdx.x == 0) launch_dependents_after_wait();
+    if (must_wait) launch_dependents_after_wait();  // after the first tile the wait is short
+    must_wait = false;
     if (part.is_zero) continue;
     ptx::fence_before_sync();
     __syncwarp();
     if (part.lane == 0) cta.d_empty(accumulator.at).arrive_at(0);
     accumulator.next();
   }
+  // There was no tile. When this kernel is complete, all kernels before it must be complete too.
+  if (must_wait) ptx::wait_for_previous_kernel();
 }
 
 template <class Product>
@@ -116,8 +119,6 @@ __global__ void __launch_bounds__(Product::kThreads, 1)
     Product::load_by_scale_warp(p, cta, lane);
   }
   __syncwarp();
-  // When this kernel is complete, all kernels before it must be complete too.
-  if (p.order.begins != Begins::kAfterPrevious) ptx::wait_for_previous_kernel();
   ptx::cluster_sync();
   if (warp == kProductWarp) ptx::free_tensor_memory(tensor, kTensorColumns);
 }
