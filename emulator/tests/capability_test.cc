@@ -38,6 +38,7 @@ constexpr char kTexts[] = R"(
 .visible .entry target(.param .u64 out) {
   .reg .b64 %rd<2>;
   ld.param.u64 %rd1, [out];
+  griddepcontrol.wait;
   st.global.u32 [%rd1], 90;
   ret;
 }
@@ -49,6 +50,7 @@ constexpr char kTexts[] = R"(
 .visible .entry target(.param .u64 out) {
   .reg .b64 %rd<2>;
   ld.param.u64 %rd1, [out];
+  griddepcontrol.wait;
   st.global.u32 [%rd1], 120;
   ret;
 }
@@ -153,7 +155,9 @@ TEST_F(Capability, ClustersAndDependentLaunchesNeedHopper) {
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   EXPECT_EQ(launch_with(cluster, words.data()), expected);
-  EXPECT_EQ(launch_with(dependent, words.data()), expected);
+  // The code of sm_80, which 10.0 runs here, cannot wait for the kernel before.
+  const bool can_wait = kExpected.at(capability_).code >= 90;
+  if (can_wait || capability_ < 90) EXPECT_EQ(launch_with(dependent, words.data()), expected);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   cudaGetLastError();
 }

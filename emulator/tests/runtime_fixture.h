@@ -149,6 +149,7 @@ again:
   .reg .b64 %rd<4>;
   ld.param.u64 %rd1, [out];
   mov.u32 %r1, %ctaid.x;
+  griddepcontrol.wait;
   mov.u32 %r2, %cluster_ctarank;
   mul.wide.u32 %rd2, %r1, 4;
   add.s64 %rd3, %rd1, %rd2;
