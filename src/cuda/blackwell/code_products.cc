@@ -7,19 +7,11 @@
 #include "cuda/blackwell/launch.h"
 #include "cuda/blackwell/row_products.h"
 #include "cuda/blackwell/tensor_maps.h"
+#include "cuda/fp8/words.h"
 #include "cuda/portable/epilogue_params.h"
 
 namespace sonicmoe::cuda::blackwell {
 namespace {
-
-/// Codes as 16-bit words of two codes each: so the kernels count them (shape.h).
-Tensor words_of(const Tensor& codes) {
-  Tensor words = codes;
-  words.dtype = DType::kBF16;
-  words.shape[words.rank - 1] /= 2;
-  for (int i = 0; i < words.rank - 1; ++i) words.stride[i] /= 2;
-  return words;
-}
 
 CodeScales scales_of(const RowOperand& rows, const WeightOperand& weights) {
   const WeightScales& w = weights.scales;
@@ -35,8 +27,7 @@ CodeScales scales_of(const RowOperand& rows, const WeightOperand& weights) {
           .depth_stride = w.depth_stride};
 }
 
-/// Rows of codes (C, G n) or (C, G, n) with the n of each part in whole blocks or, as H has them,
-/// as they are.
+/// Rows of one or two parts (gate, up) of `part_bytes` codes each: n, or for dH n in whole blocks.
 RowCodes row_codes(const CodedRows& rows, std::int64_t part_bytes) {
   return {static_cast<std::uint8_t*>(rows.codes.data),
           rows.scales.data,

@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "cuda/device/launch.h"
+#include "cuda/fp8/words.h"
 #include "cuda/hopper/choices.h"
 #include "cuda/hopper/fp8/kernels.h"
 #include "cuda/hopper/fp8/params.h"
@@ -41,15 +42,6 @@ struct Launch {
         &params, stream);
   }
 };
-
-/// Describes codes as 16-bit words of two codes each (fp8/shape.h).
-Tensor words_of(const Tensor& codes) {
-  Tensor words = codes;
-  words.dtype = DType::kBF16;
-  words.shape[words.rank - 1] /= 2;
-  for (int i = 0; i < words.rank - 1; ++i) words.stride[i] /= 2;
-  return words;
-}
 
 Fp8WeightScales weight_scales(const Launch& launch) {
   const WeightScales& from = launch.weights().scales;
