@@ -102,9 +102,9 @@ setp.lt.u32 %p5, %r14, )" +
   }
   std::string free() const { return "tcgen05.fence::before_thread_sync;\n" + kMeet + dealloc(); }
   /// The first `columns` of all lanes, to `out`.
-  static std::string store(int columns) {
-    std::string text =
-        kAfter + "and.b32 %r7, %r1, 96;\nshl.b32 %r7, %r7, 16;\nadd.s32 %r7, %r7, %r6;\n";
+  static std::string store(int columns) { return kAfter + store_unfenced(columns); }
+  static std::string store_unfenced(int columns) {
+    std::string text = "and.b32 %r7, %r1, 96;\nshl.b32 %r7, %r7, 16;\nadd.s32 %r7, %r7, %r6;\n";
     for (int n = 0; n < columns; n += 8) {
       text += "tcgen05.ld.sync.aligned.32x32b.x8.b32 " + registers("%r", 20, 8) + ", [%r7+" +
               std::to_string(n) + "];\ntcgen05.wait::ld.sync.aligned;\n";

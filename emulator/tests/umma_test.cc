@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "operand_image.h"
+#include "tensor_kernel.h"
 
 namespace sonicmoe::emulator {
 namespace {
@@ -28,83 +29,21 @@ struct Product {
   }
 };
 
-/// 128 threads copy the images to shared memory, run `body` and store D: column n of thread t is
-/// word 256 t + n. %p2: thread 0; %r3: an mbarrier of one arrival; %r6: D; %r9: the instruction
-/// descriptor; %rd3 and %rd4: A and B; %p3: false; %p5: true.
+constexpr TensorKernel kKernel{
+    .ctas = 1, .image_bytes = kImageBytes, .allocated = 256, .row_columns = 256};
+
+/// Runs `body` between the copy of the images and the store of D, without a fence after it.
 std::string kernel(const std::string& body, int columns) {
-  std::string text = R"(.visible .entry test(.param .u64 image, .param .u64 out, .param .u64 a,
-                     .param .u64 b, .param .u64 shape) {
-.reg .pred %p<10>;
-.reg .b32 %r<60>;
-.reg .b64 %rd<20>;
-.shared .align 1024 .b8 operands[65536];
-.shared .align 8 .b64 barrier;
-.shared .align 4 .b32 place;
-ld.param.u64 %rd1, [image];
-ld.param.u64 %rd2, [out];
-ld.param.u64 %rd3, [a];
-ld.param.u64 %rd4, [b];
-ld.param.u64 %rd6, [shape];
-cvt.u32.u64 %r9, %rd6;
-mov.u32 %r1, %tid.x;
-mov.u32 %r2, operands;
-mov.u32 %r3, barrier;
-mov.u32 %r5, place;
-mul.wide.u32 %rd5, %r1, 4;
-add.s64 %rd1, %rd1, %rd5;
-mul.wide.u32 %rd5, %r1, 1024;
-add.s64 %rd2, %rd2, %rd5;
-shl.b32 %r4, %r1, 2;
-add.s32 %r4, %r4, %r2;
-mov.u32 %r7, 0;
-$copy:
-ld.global.u32 %r8, [%rd1];
-st.shared.u32 [%r4], %r8;
-add.s64 %rd1, %rd1, 512;
-add.s32 %r4, %r4, 512;
-add.s32 %r7, %r7, 512;
-setp.lt.u32 %p1, %r7, 65536;
-@%p1 bra $copy;
-setp.lt.u32 %p1, %r1, 32;
-setp.eq.u32 %p2, %r1, 0;
-setp.ne.u32 %p3, %r1, %r1;
-setp.eq.u32 %p5, %r1, %r1;
-@%p2 mbarrier.init.shared.b64 [%r3], 1;
-@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 256;
-@%p1 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
-fence.proxy.async.shared::cta;
-bar.sync 0;
-tcgen05.fence::after_thread_sync;
-ld.shared.u32 %r6, [%r5];
-)" + body + R"(
-and.b32 %r7, %r1, 96;
-shl.b32 %r7, %r7, 16;
-add.s32 %r7, %r7, %r6;
-)";
-  for (int n = 0; n < columns; n += 8) {
-    text += "tcgen05.ld.sync.aligned.32x32b.x8.b32 " + registers("%r", 20, 8) + ", [%r7+" +
-            std::to_string(n) + "];\ntcgen05.wait::ld.sync.aligned;\n";
-    for (int i = 0; i < 8; ++i) {
-      text += "st.global.u32 [%rd2+" + std::to_string(4 * (n + i)) + "], %r" +
-              std::to_string(20 + i) + ";\n";
-    }
-  }
-  return text + R"(
-tcgen05.fence::before_thread_sync;
-bar.sync 0;
-@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r6, 256;
-ret;
-}
-)";
+  return kKernel.ready() + body + TensorKernel::store_unfenced(columns) + kKernel.free() +
+         TensorKernel::end();
 }
 
 const std::string kClear = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r6], %rd3, %rd4, %r9, %p3;\n";
-const std::string kAdd = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r6], %rd3, %rd4, %r9, %p5;\n";
+const std::string kAdd = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r6], %rd3, %rd4, %r9, %p8;\n";
 const std::string kCommit =
     "@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r3];\n";
 const std::string kWait =
     "$wait:\nmbarrier.try_wait.parity.shared::cta.b64 %p4, [%r3], 0;\n@!%p4 bra $wait;\n";
-const std::string kAfter = "tcgen05.fence::after_thread_sync;\n";
 
 struct Operands {
   std::vector<float> a, b;
@@ -122,9 +61,9 @@ struct Operands {
     std::memcpy(image + kImageA, image_a.bytes().data(), image_a.bytes().size());
     std::memcpy(image + kImageB, image_b.bytes().data(), image_b.bytes().size());
     float* out = memory.add(std::vector<float>(128 * 256));
-    run_kernel(kernel(body, p.columns), {.block = {128, 1, 1}, .target = kTarget}, memory,
+    run_kernel(kernel(body, p.columns), kKernel.bench(kTarget), memory,
                {word_of(image), word_of(out), image_a.umma_descriptor(kImageA),
-                image_b.umma_descriptor(kImageB), p.descriptor()},
+                image_b.umma_descriptor(kImageB), p.descriptor(), 0, 0},
                seed);
     std::vector<float> d;
     for (int row = 0; row < p.rows; ++row) {
