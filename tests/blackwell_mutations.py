@@ -402,9 +402,12 @@ def arguments():
 
 
 def share_of(asked, share):
-    first, step = share.split("/")
-    step = int(step)
-    first = date.today().toordinal() % step if first == "today" else int(first) - 1
+    """Every Nth of `asked` from the Kth on, for the share "K/N"."""
+    found = re.fullmatch(r"(today|[1-9]\d*)/([1-9]\d*)", share)
+    if found is None or (found[1] != "today" and int(found[1]) > int(found[2])):
+        sys.exit(f"--share is {share}, must be K/N with K from 1 to N, or today/N")
+    step = int(found[2])
+    first = date.today().toordinal() % step if found[1] == "today" else int(found[1]) - 1
     print(f"changes {first + 1}, {first + 1 + step}, ... of {len(asked)}", flush=True)
     return asked[first::step]
 
