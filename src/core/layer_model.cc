@@ -31,8 +31,8 @@ struct EngineModel {
 
 // The rows of the H200 are a fit. Those of the B200: a large GEMM of bf16 sustains 1350 TFLOP/s in
 // published runs, mma.sync 530, of which the portable engine's loop reaches 455 if the ratio is
-// that of the H200; 6.6 TB/s were measured for sums of rows. What
-// `blackwell` gains by launches that overlap is left out.
+// that of the H200; 6.6 TB/s were measured for sums of rows. What `blackwell` gains
+// by launches that overlap is left out.
 constexpr EngineModel kModels[] = {
     {"h200",
      "hopper",

@@ -95,9 +95,11 @@ bool follows_arrivals(const Run& run, const SplitLists& lists) {
 /// Y has the lists of A (follows_arrivals()), there are no lists `sums`.
 ///
 /// Tiles do not wait for rows beside low-rank factors: the inner product comes first, and would
-/// wait for all rows before the product with the weights begins. With more than two ranks dH of own
-/// rows is a launch of its own: the others need the copies of own rows, which take as long as dH's
-/// lists and that launch. In forward there is one such copy, beside longer lists.
+/// wait for all rows before the product with the weights begins.
+///
+/// The launch whose tiles wait begins after the local copies of own rows, on `aside`. Backward has
+/// more of them than forward, and its lists are shorter. So with more than two ranks it computes dH
+/// of own rows meanwhile, in a launch of its own. Forward has only the lists to compute meanwhile.
 SplitLists lists_of(const Run& run, bool has_sums) {
   constexpr std::int64_t kNarrow = 1024;
   const Exchange& e = run.exchange;

@@ -49,9 +49,9 @@ class CodeSteps {
 };
 
 /// The scales that a lane loads for a tile: of rows `lane`, `lane` + 32, + 64 and + 96 of the CTA,
-/// and of the two halves of the columns. A half that does not exist, or is in the same block, has
-/// the scale of the first one; so do rows past the end of the expert, whose codes are zeros, have
-/// that of its last row.
+/// and of the two halves of the columns. Their codes are zeros where nothing exists, so any scale
+/// will do there: rows past the end of the expert take that of its last row, and a second half that
+/// does not exist takes that of the first one.
 class LaneScales {
  public:
   __device__ __forceinline__ LaneScales(const CodeScales& s, const RowTilesParams& p,
