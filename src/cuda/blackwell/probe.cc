@@ -491,8 +491,10 @@ std::string fault_of_grad(const Device& device, const Trial& t) {
 std::string run_probe(const Device& device, std::string_view only) {
   const CurrentDevice current(device);
   std::string fault;
+  bool has_asked = false;
   const auto ask = [&](const Trial& t, const auto& fault_of_trial, auto... how) {
     if (!fault.empty() || std::string_view(t.name).find(only) == std::string_view::npos) return;
+    has_asked = true;
     fault = fault_of_trial(device, t, how...);
   };
   constexpr GateLayout kApart = GateLayout::kConcatenated, kPairs = GateLayout::kInterleaved;
@@ -506,6 +508,7 @@ std::string run_probe(const Device& device, std::string_view only) {
   ask(kActivatedPairs, fault_of_activate, kPairs);
   ask(kActivatedGrad, fault_of_activate_grad, kApart);
   ask(kActivatedGradPairs, fault_of_activate_grad, kPairs);
+  if (!has_asked) return "no product of the probe is named " + std::string(only);
   return fault;
 }
 
