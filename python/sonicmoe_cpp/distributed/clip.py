@@ -22,23 +22,27 @@ def clip_grad_norm_(
     timeout: float = TIMEOUT,
 ) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, but parameters may be DTensors and plain tensors together,
-    which torch refuses. Returns the norm of all gradients, the same on every rank.
+    which torch refuses. Returns the norm of all gradients, the same on every rank. It is summed in
+    fp32, or in fp64 if a gradient is fp64; torch rounds norms of bf16 gradients to bf16.
 
     Every rank must call it; after `timeout` seconds the ranks that wait raise ExpertParallelError.
     A part of a DTensor whose gradient is None on its rank counts as 0. Gradients of plain
     parameters must be equal on all ranks: call sum_replicated_gradients() first.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    parts: dict = {}  # local gradients by the mesh and placements of their parameters
+    parts: dict = {}  # norms of local gradients by the mesh and placements of their parameters
+    dtype = torch.float32
     for p in parameters:
         place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         local = p.detach() if place is None else p.to_local()
-        part = parts.setdefault(place, [local.new_zeros(1)])
+        part = parts.setdefault(place, [local.new_zeros((), dtype=torch.float64)])
+        dtype = torch.promote_types(dtype, score_dtype(local))
         if p.grad is not None and local.numel() > 0:
-            part.append(p.grad if place is None else p.grad.redistribute(*place).to_local())
+            grad = p.grad if place is None else p.grad.redistribute(*place).to_local()
+            part.append(torch.linalg.vector_norm(grad, norm_type, dtype=score_dtype(grad)).double())
     norms = []
     for place, part in parts.items():
-        norm = torch.nn.utils.get_total_norm(part, norm_type).double()
+        norm = torch.linalg.vector_norm(torch.stack(part), norm_type)
         for dimension, placement in enumerate(() if place is None else place[1]):
             if not isinstance(placement, Replicate):
                 group = group_of(place[0].get_group(dimension))
@@ -48,7 +52,7 @@ def clip_grad_norm_(
         norms.append(norm)
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(score_dtype(local))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
     with_gradient = [p for p in parameters if p.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total, foreach=False)
     return total
