@@ -3,7 +3,7 @@
 
 #include "core/numeric.h"
 #include "verify/convert.h"
-#include "verify/oracle.h"
+#include "verify/oracle_fp8.h"
 
 namespace sonicmoe::oracle {
 namespace {
@@ -29,6 +29,51 @@ TEST(OracleConvert, RoundsOnceToSixteenBits) {
   EXPECT_EQ(round_to(DType::kF16, -1.0 - 0x1.8p-10 + 0x1p-40), -1.0 - 0x1p-10);
   EXPECT_EQ(round_to(DType::kF32, 1.0 + 0x1p-24), 1.0);
   EXPECT_EQ(round_to(DType::kF64, 0.1), 0.1);
+}
+
+// The multiple of the format's step at v that is nearest to v, by functions of the C library.
+double on_a_step(double v, int mantissa_bits, int least_exponent) {
+  if (v == 0.0 || !std::isfinite(v)) return v;
+  const double step = std::ldexp(1.0, std::max(std::ilogb(v), least_exponent) - mantissa_bits);
+  return std::nearbyint(v / step) * step;
+}
+double or_infinity(double v, double beyond) {
+  return std::abs(v) >= beyond ? std::copysign(std::numeric_limits<double>::infinity(), v) : v;
+}
+
+void expect_nearest(double v) {
+  const auto equal = [v](double got, double want) {
+    const bool same =
+        std::isnan(want) ? std::isnan(got) : got == want && std::signbit(got) == std::signbit(want);
+    EXPECT_TRUE(same) << v << " is rounded to " << got << ", not to " << want;
+  };
+  const double bf16 = or_infinity(on_a_step(v, 7, -126), 0x1p128);
+  equal(round_to(DType::kBF16, v), bf16);
+  const double f16 = or_infinity(on_a_step(v, 10, -14), 0x1p16);
+  equal(round_to(DType::kF16, v), f16);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double code = std::isfinite(v) ? std::clamp(on_a_step(v, 3, -6), -448.0, 448.0) : nan;
+  equal(e4m3(v), code);
+  equal(e4m3_value(e4m3_code(code)), code);
+
+  std::vector<float> floats = {static_cast<float>(v)};
+  std::vector<double> doubles = {v};
+  round_all(DType::kBF16, floats);
+  round_all(DType::kF16, doubles);
+  equal(floats[0], round_to(DType::kBF16, static_cast<float>(v)));
+  equal(doubles[0], f16);
+}
+
+TEST(OracleConvert, RoundsEveryUpperHalfToTheNearestValue) {
+  for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
+    for (const std::uint32_t lower : {0x0000, 0x0001, 0x0fff, 0x1000, 0x8000, 0xffff}) {
+      const double v = std::bit_cast<float>(upper << 16 | lower);
+      expect_nearest(v);
+      if (v == 0.0 || !std::isfinite(v)) continue;
+      expect_nearest(std::nextafter(v, 0.0));
+      expect_nearest(std::nextafter(v, 2.0 * v));
+    }
+  }
 }
 
 Problem problem_of(RoutingForm form) {

@@ -1,5 +1,6 @@
 #include "verify/convert.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/numeric.h"
@@ -26,13 +27,68 @@ void put(void* data, std::int64_t offset, T value) {
 // single rounding from double.
 float to_float_odd(double v) {
   const float nearest = static_cast<float>(v);
-  if (static_cast<double>(nearest) == v || !std::isfinite(v) || !std::isfinite(nearest)) {
-    return nearest;
+  const double back = static_cast<double>(nearest);
+  if (back == v || !std::isfinite(v) || !std::isfinite(nearest)) return nearest;
+  const auto bits = std::bit_cast<std::uint32_t>(nearest);
+  // One less is the neighbour nearer to zero.
+  return std::bit_cast<float>((bits - (std::abs(back) > std::abs(v) ? 1u : 0u)) | 1u);
+}
+
+// The value of type T nearest to v. Integers must be in T's range.
+template <class T>
+T nearest(double v) {
+  return static_cast<T>(v);
+}
+template <>
+BF16 nearest<BF16>(double v) {
+  return to_bf16(to_float_odd(v));
+}
+template <>
+F16 nearest<F16>(double v) {
+  return to_f16(to_float_odd(v));
+}
+template <class T>
+T nearest(float v) {
+  return from_float<T>(v);
+}
+
+double widened(BF16 v) { return to_float(v); }
+double widened(F16 v) { return to_float(v); }
+template <class T>
+double widened(T v) {
+  return static_cast<double>(v);
+}
+
+// Calls f with the C++ type of `dtype`.
+template <class F>
+auto with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kF32:
+      return f.template operator()<float>();
+    case DType::kBF16:
+      return f.template operator()<BF16>();
+    case DType::kF16:
+      return f.template operator()<F16>();
+    case DType::kF64:
+      return f.template operator()<double>();
+    case DType::kI32:
+      return f.template operator()<std::int32_t>();
+    case DType::kI64:
+      return f.template operator()<std::int64_t>();
   }
-  const float toward = std::abs(static_cast<double>(nearest)) > std::abs(v)
-                           ? std::nextafterf(nearest, 0.0f)
-                           : nearest;
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(toward) | 1u);
+  throw Error(Status::kInvalidArgument, "dtype is out of range, must be 0 to 5");
+}
+
+// Calls f(number, offset) for each element of t, in row-major order.
+template <class F>
+void each_element(const Tensor& t, F f) {
+  const std::int64_t count = element_count(t);
+  const std::int64_t run = t.rank == 0 ? 1 : t.shape[t.rank - 1];
+  const std::int64_t stride = t.rank == 0 ? 0 : t.stride[t.rank - 1];
+  for (std::int64_t i = 0; i < count; i += run) {
+    const std::int64_t first = element_offset(t, i);
+    for (std::int64_t j = 0; j < run; ++j) f(i + j, first + j * stride);
+  }
 }
 
 }  // namespace
@@ -42,13 +98,28 @@ double round_to(DType dtype, double v) {
     case DType::kF32:
       return static_cast<float>(v);
     case DType::kBF16:
-      return to_float(to_bf16(to_float_odd(v)));
+      return to_float(nearest<BF16>(v));
     case DType::kF16:
-      return to_float(to_f16(to_float_odd(v)));
+      return to_float(nearest<F16>(v));
     default:
       return v;
   }
 }
+
+template <class Real>
+void round_all(DType dtype, std::vector<Real>& values) {
+  const auto round = [&]<class T>() {
+    for (Real& v : values) v = static_cast<Real>(widened(nearest<T>(v)));
+  };
+  if constexpr (sizeof(Real) <= sizeof(double)) {
+    if (dtype == DType::kF32) round.template operator()<float>();
+    if (dtype == DType::kBF16) round.template operator()<BF16>();
+    if (dtype == DType::kF16) round.template operator()<F16>();
+  }
+}
+template void round_all(DType, std::vector<float>&);
+template void round_all(DType, std::vector<double>&);
+template void round_all(DType, std::vector<long double>&);
 
 std::int64_t element_count(const Tensor& t) {
   std::int64_t count = 1;
@@ -65,51 +136,21 @@ std::int64_t element_offset(const Tensor& t, std::int64_t index) {
   return offset;
 }
 
+Tensor slice(const Tensor& t, std::int64_t index) {
+  Tensor part = t;
+  part.data = static_cast<std::uint8_t*>(t.data) + index * t.stride[0] * dtype_bytes(t.dtype);
+  part.rank = t.rank - 1;
+  std::copy(t.shape + 1, t.shape + t.rank, part.shape);
+  std::copy(t.stride + 1, t.stride + t.rank, part.stride);
+  return part;
+}
+
 double load(const void* data, DType dtype, std::int64_t offset) {
-  switch (dtype) {
-    case DType::kF32:
-      return get<float>(data, offset);
-    case DType::kBF16:
-      return to_float(get<BF16>(data, offset));
-    case DType::kF16:
-      return to_float(get<F16>(data, offset));
-    case DType::kF64:
-      return get<double>(data, offset);
-    case DType::kI32:
-      return get<std::int32_t>(data, offset);
-    case DType::kI64:
-      return static_cast<double>(get<std::int64_t>(data, offset));
-  }
-  throw Error(Status::kInvalidArgument, "dtype is out of range, must be 0 to 5");
+  return with_type(dtype, [&]<class T>() { return widened(get<T>(data, offset)); });
 }
 
 void store(void* data, DType dtype, std::int64_t offset, double value) {
-  switch (dtype) {
-    case DType::kF32:
-      return put(data, offset, static_cast<float>(value));
-    case DType::kBF16:
-      return put(data, offset, to_bf16(to_float_odd(value)));
-    case DType::kF16:
-      return put(data, offset, to_f16(to_float_odd(value)));
-    case DType::kF64:
-      return put(data, offset, value);
-    case DType::kI32:
-      return put(data, offset, static_cast<std::int32_t>(value));
-    case DType::kI64:
-      return put(data, offset, static_cast<std::int64_t>(value));
-  }
-  throw Error(Status::kInvalidArgument, "dtype is out of range, must be 0 to 5");
-}
-
-// The elements of a tensor along its last axis.
-struct Run {
-  std::size_t count;
-  std::int64_t stride;
-};
-
-Run run_of(const Tensor& t) {
-  if (t.rank == 0) return {1, 0};
-  return {static_cast<std::size_t>(t.shape[t.rank - 1]), t.stride[t.rank - 1]};
+  with_type(dtype, [&]<class T>() { put(data, offset, nearest<T>(value)); });
 }
 
 std::int64_t load_integer(const Tensor& t, std::int64_t index) {
@@ -120,24 +161,20 @@ std::int64_t load_integer(const Tensor& t, std::int64_t index) {
 
 std::vector<double> read(const Tensor& t) {
   std::vector<double> values(static_cast<std::size_t>(element_count(t)));
-  const Run run = run_of(t);
-  for (std::size_t i = 0; i < values.size(); i += run.count) {
-    const std::int64_t first = element_offset(t, static_cast<std::int64_t>(i));
-    for (std::size_t j = 0; j < run.count; ++j) {
-      values[i + j] = load(t.data, t.dtype, first + static_cast<std::int64_t>(j) * run.stride);
-    }
-  }
+  with_type(t.dtype, [&]<class T>() {
+    each_element(t, [to = values.data(), from = t.data](std::int64_t i, std::int64_t offset) {
+      to[i] = widened(get<T>(from, offset));
+    });
+  });
   return values;
 }
 
 void write(const Tensor& t, const std::vector<double>& values) {
-  const Run run = run_of(t);
-  for (std::size_t i = 0; i < values.size(); i += run.count) {
-    const std::int64_t first = element_offset(t, static_cast<std::int64_t>(i));
-    for (std::size_t j = 0; j < run.count; ++j) {
-      store(t.data, t.dtype, first + static_cast<std::int64_t>(j) * run.stride, values[i + j]);
-    }
-  }
+  with_type(t.dtype, [&]<class T>() {
+    each_element(t, [to = t.data, from = values.data()](std::int64_t i, std::int64_t offset) {
+      put(to, offset, nearest<T>(from[i]));
+    });
+  });
 }
 
 }  // namespace sonicmoe::oracle

@@ -53,9 +53,7 @@ void add_initial(Expected& e) {
   }
 }
 
-void round_to_storage(Expected& e) {
-  for (double& v : e.same.values) v = oracle::round_to(e.tensor.view.dtype, v);
-}
+void round_to_storage(Expected& e) { oracle::round_all(e.tensor.view.dtype, e.same.values); }
 
 Verdict soundness(const Case& c, const Both& exact, const Both& rounded, const Both& same) {
   const auto check = [&](const char* what, const std::vector<double>& a,

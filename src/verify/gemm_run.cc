@@ -44,7 +44,7 @@ std::vector<std::int64_t> gathered_rows(const Case& c, const Shape& s) {
 
 Expected expect(const BlockView& d, std::int64_t group_rows, Matrix<double> exact,
                 Matrix<double> same) {
-  for (double& v : same.values) v = oracle::round_to(d.view.dtype, v);
+  oracle::round_all(d.view.dtype, same.values);
   return {"d", d, std::move(exact), std::move(same), group_rows};
 }
 

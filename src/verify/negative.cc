@@ -86,7 +86,7 @@ void deduplicate(std::int64_t* ids, std::int64_t tokens, std::int64_t k) {
 }
 void to_bf16_values(const Tensor& t) {
   std::vector<double> values = oracle::read(t);
-  for (double& v : values) v = oracle::round_to(DType::kBF16, v);
+  oracle::round_all(DType::kBF16, values);
   oracle::write(t, values);
 }
 

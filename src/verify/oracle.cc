@@ -47,19 +47,10 @@ std::vector<Row> rows_of_groups(const Problem& p, const Routing& routing) {
   return rows;
 }
 
-Matrix<double> read_expert(const Tensor& t, std::int64_t expert) {
-  Matrix<double> m(t.shape[1], t.shape[2]);
-  const std::int64_t count = t.shape[1] * t.shape[2];
-  for (std::int64_t i = 0; i < count; ++i) {
-    m.values[i] = load(t.data, t.dtype, element_offset(t, expert * count + i));
-  }
-  return m;
-}
-
 std::vector<Matrix<double>> read_experts(const Tensor& t) {
   std::vector<Matrix<double>> experts;
   if (t.data == nullptr) return experts;
-  for (std::int64_t e = 0; e < t.shape[0]; ++e) experts.push_back(read_expert(t, e));
+  for (std::int64_t e = 0; e < t.shape[0]; ++e) experts.push_back(read_matrix(slice(t, e)));
   return experts;
 }
 
@@ -96,15 +87,16 @@ class Run {
     const bool grouped = problem_.form == RoutingForm::kGrouped;
     for (std::int64_t e = 0; e < problem_.experts; ++e) {
       const Matrix<Real> x = gathered(layer_.x, e);
+      const Matrix<Real> coded_x = coded(x);
       const Factors& up = layer_.lora_up;
       const Matrix<Real> p = inner(up, x, columns_of(up.a, e));
       Hidden<Real> h;
       if (!layer_.gate.empty()) {
-        h.gate = up_projection(storage_, coded(x), weight(layer_.gate, e), bias(layer_.b_gate, e),
+        h.gate = up_projection(storage_, coded_x, weight(layer_.gate, e), bias(layer_.b_gate, e),
                                accumulator_, {p, columns_of(up.gate_b, e)});
         put_rows(kept(h.gate), e, result.h.gate);
       }
-      h.up = up_projection(storage_, coded(x), weight(layer_.up, e), bias(layer_.b_up, e),
+      h.up = up_projection(storage_, coded_x, weight(layer_.up, e), bias(layer_.b_up, e),
                            accumulator_, {p, columns_of(up.b, e)});
       put_rows(kept(h.up), e, result.h.up);
       const Matrix<Real> a = activated(storage_, problem_.activation, h);

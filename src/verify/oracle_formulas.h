@@ -24,13 +24,8 @@
 namespace sonicmoe::oracle {
 
 template <class Real>
-Real rounded(DType storage, Real v) {
-  return storage == DType::kF64 ? v : static_cast<Real>(round_to(storage, static_cast<double>(v)));
-}
-
-template <class Real>
 Matrix<Real> rounded(DType storage, Matrix<Real> m) {
-  for (Real& v : m.values) v = rounded(storage, v);
+  round_all(storage, m.values);
   return m;
 }
 
@@ -202,10 +197,10 @@ Matrix<Real> activated(DType storage, const Activation& activation, const Hidden
   Matrix<Real> a(h.up.rows, h.up.cols);
   for (std::int64_t i = 0; i < a.rows; ++i) {
     for (std::int64_t j = 0; j < a.cols; ++j) {
-      a(i, j) = rounded(storage, activate(activation, h.gate_at(i, j), h.up(i, j)).value);
+      a(i, j) = activate(activation, h.gate_at(i, j), h.up(i, j)).value;
     }
   }
-  return a;
+  return rounded(storage, std::move(a));
 }
 
 /// Kernel Y before its rounding: a (m, n), w2 (d, n) -> (m, d). The grouped form scales this sum.
@@ -236,16 +231,23 @@ ActivationGrad<Real> activation_grad(DType storage, const Activation& activation
   out.dh.up = Matrix<Real>(m, n);
   if (!h.gate.empty()) out.dh.gate = Matrix<Real>(m, n);
   out.scaled = Matrix<Real>(m, n);
+  Matrix<Real> a(m, n);
   out.dscores.assign(static_cast<std::size_t>(m), Real(0));
   for (std::int64_t i = 0; i < m; ++i) {
     for (std::int64_t j = 0; j < n; ++j) {
       const Activated<Real> act = activate(activation, h.gate_at(i, j), h.up(i, j));
       const Real da = scores[i] * da_unscaled(i, j);
-      out.dh.up(i, j) = rounded(storage, act.by_up * da);
-      if (!h.gate.empty()) out.dh.gate(i, j) = rounded(storage, act.by_gate * da);
-      out.scaled(i, j) = rounded(storage, scores[i] * act.value);
-      out.dscores[i] += da_unscaled(i, j) * rounded(storage, act.value);
+      out.dh.up(i, j) = act.by_up * da;
+      if (!h.gate.empty()) out.dh.gate(i, j) = act.by_gate * da;
+      out.scaled(i, j) = scores[i] * act.value;
+      a(i, j) = act.value;
     }
+  }
+  for (Matrix<Real>* each : {&out.dh.up, &out.dh.gate, &out.scaled, &a}) {
+    round_all(storage, each->values);
+  }
+  for (std::int64_t i = 0; i < m; ++i) {
+    for (std::int64_t j = 0; j < n; ++j) out.dscores[i] += da_unscaled(i, j) * a(i, j);
   }
   return out;
 }

@@ -1,6 +1,7 @@
 #include "verify/oracle_fp8.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -11,7 +12,8 @@ namespace sonicmoe::oracle {
 namespace {
 
 constexpr double kLargest = 448.0;
-constexpr int kLeastExponent = -6;  // the smallest exponent of a normal e4m3 value
+constexpr double kLeastNormal = 0x1p-6;
+constexpr int kBiases = (1023 - 7) << 3;  // of the exponents of double and e4m3
 
 std::uint8_t* at(void* buffer, std::int64_t offset) {
   return static_cast<std::uint8_t*>(buffer) + offset;
@@ -66,7 +68,7 @@ Matrix<double> read_matrix_at(const void* buffer, const Place& place, std::int64
   for (std::size_t i = 0; i < q.scales.values.size(); ++i) {
     q.scales.values[i] = scale_at(buffer, place.scales, static_cast<std::int64_t>(i));
   }
-  return restored(q, kWeightBlocks);
+  return restored(std::move(q), kWeightBlocks);
 }
 
 // Calls f(matrix, place of its codes) for gate, up and down of every expert of the layer.
@@ -101,37 +103,51 @@ void each_half(const Problem& p, F f) {
   }
 }
 
+// Calls f(begin, end, scale) for the values of each block in each row.
+template <class F>
+void each_run(Quantised& q, BlockShape block, F f) {
+  for (std::int64_t i = 0; i < q.values.rows; ++i) {
+    double* const row = q.values.row(i);
+    double* scale = q.scales.row(i / block.rows);
+    for (std::int64_t j = 0; j < q.values.cols; j += block.cols) {
+      f(row + j, row + std::min(j + block.cols, q.values.cols), *scale++);
+    }
+  }
+}
+
 }  // namespace
 
 double e4m3(double v) {
   if (!std::isfinite(v)) return std::numeric_limits<double>::quiet_NaN();
   const double magnitude = std::fabs(v);
   if (magnitude >= kLargest) return std::copysign(kLargest, v);
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);  // magnitude = f * 2^exponent, 0.5 <= f < 1
-  const double step = std::ldexp(1.0, std::max(exponent - 1, kLeastExponent) - 3);
-  return std::copysign(std::nearbyint(magnitude / step) * step, v);
+  // The power of two at or below the magnitude: a double without its mantissa.
+  const auto exponent = std::bit_cast<std::uint64_t>(magnitude) & 0x7ff0000000000000;
+  const double power = std::max(std::bit_cast<double>(exponent), kLeastNormal);
+  // Here doubles are power / 8 apart, a step of e4m3: the sum is rounded to a step, ties to even.
+  const double large = 0x1.8p49 * power;
+  return std::copysign((magnitude + large) - large, v);
 }
 
+// e4m3 has the exponent's last four bits, less the difference of the biases, and the mantissa's
+// first three bits of a double.
 std::uint8_t e4m3_code(double value) {
   const int sign = std::signbit(value) ? 0x80 : 0;
   if (std::isnan(value)) return 0x7f;
   const double magnitude = std::fabs(value);
-  if (magnitude < std::ldexp(1.0, kLeastExponent)) {
-    return static_cast<std::uint8_t>(sign | static_cast<int>(std::ldexp(magnitude, 9)));
+  if (magnitude < kLeastNormal) {
+    return static_cast<std::uint8_t>(sign | static_cast<int>(magnitude * 0x1p9));
   }
-  int exponent = 0;
-  const double fraction = std::frexp(magnitude, &exponent);
-  const int mantissa = static_cast<int>(fraction * 16.0) - 8;
-  return static_cast<std::uint8_t>(sign | (exponent - 1 + 7) << 3 | mantissa);
+  const auto bits = static_cast<int>(std::bit_cast<std::uint64_t>(magnitude) >> 49);
+  return static_cast<std::uint8_t>(sign | (bits - kBiases));
 }
 
 double e4m3_value(std::uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if ((code & 0x7f) == 0x7f) return std::numeric_limits<double>::quiet_NaN();
-  const double magnitude =
-      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return (code & 0x80) != 0 ? -magnitude : magnitude;
+  const int magnitude = code & 0x7f;
+  const double sign = (code & 0x80) != 0 ? -1.0 : 1.0;
+  if (magnitude == 0x7f) return std::numeric_limits<double>::quiet_NaN();
+  if (magnitude < 8) return sign * magnitude * 0x1p-9;
+  return sign * std::bit_cast<double>(static_cast<std::uint64_t>(magnitude + kBiases) << 49);
 }
 
 double block_scale(double largest) {
@@ -141,30 +157,27 @@ double block_scale(double largest) {
   return std::ldexp(1.0, std::max(exponent - (fraction <= 0.875 ? 9 : 8), -126));
 }
 
-Quantised quantise(const Matrix<double>& m, BlockShape block) {
-  Quantised q{m, Matrix<double>((m.rows + block.rows - 1) / block.rows,
-                                (m.cols + block.cols - 1) / block.cols)};
-  for (std::int64_t i = 0; i < m.rows; ++i) {
-    for (std::int64_t j = 0; j < m.cols; ++j) {
-      double& largest = q.scales(i / block.rows, j / block.cols);
-      if (std::isfinite(m(i, j))) largest = std::max(largest, std::fabs(m(i, j)));
+Quantised quantise(Matrix<double> m, BlockShape block) {
+  Quantised q{std::move(m), {}};
+  q.scales = Matrix<double>((q.values.rows + block.rows - 1) / block.rows,
+                            (q.values.cols + block.cols - 1) / block.cols);
+  each_run(q, block, [](double* begin, const double* end, double& largest) {
+    for (const double* v = begin; v != end; ++v) {
+      if (std::isfinite(*v)) largest = std::max(largest, std::fabs(*v));
     }
-  }
+  });
   for (double& scale : q.scales.values) scale = block_scale(scale);
-  for (std::int64_t i = 0; i < m.rows; ++i) {
-    for (std::int64_t j = 0; j < m.cols; ++j) {
-      q.values(i, j) = e4m3(m(i, j) / q.scales(i / block.rows, j / block.cols));
-    }
-  }
+  each_run(q, block, [](double* begin, const double* end, double scale) {
+    for (double* v = begin; v != end; ++v) *v = e4m3(*v / scale);
+  });
   return q;
 }
 
-Matrix<double> restored(const Quantised& q, BlockShape block) {
-  Matrix<double> m = q.values;
-  for (std::int64_t i = 0; i < m.rows; ++i) {
-    for (std::int64_t j = 0; j < m.cols; ++j) m(i, j) *= q.scales(i / block.rows, j / block.cols);
-  }
-  return m;
+Matrix<double> restored(Quantised q, BlockShape block) {
+  each_run(q, block, [](double* begin, const double* end, double scale) {
+    for (double* v = begin; v != end; ++v) *v *= scale;
+  });
+  return std::move(q.values);
 }
 
 void write_fp8_weights(const Layer& layer, void* buffer) {
@@ -234,7 +247,7 @@ HiddenRows read_kept_h(const Problem& p, std::int64_t rows, std::int64_t capacit
                 scale_at(buffer, offset.scales, (first_block + b) * offset.scale_stride + i);
           }
         }
-        h.*half = restored(q, kRowBlocks);
+        h.*half = restored(std::move(q), kRowBlocks);
       });
   return h;
 }

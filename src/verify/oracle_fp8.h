@@ -30,9 +30,9 @@ struct Quantised {
   Matrix<double> values;  ///< e4m3 values, before they are multiplied by scales
   Matrix<double> scales;  ///< one for each block
 };
-Quantised quantise(const Matrix<double>& m, BlockShape block);
+Quantised quantise(Matrix<double> m, BlockShape block);
 /// The dequantised matrix: values times scales.
-Matrix<double> restored(const Quantised& q, BlockShape block);
+Matrix<double> restored(Quantised q, BlockShape block);
 
 /// Quantises gate, up and down of `layer` into `buffer`, which has the layout that
 /// quantize_weights() writes: past d and n, codes are 0. Does not write the bytes between the

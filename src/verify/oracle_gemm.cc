@@ -17,9 +17,9 @@ Matrix<Real> rows_of(const Tensor& t, const Tensor& gather, std::int64_t begin, 
         gather.data == nullptr
             ? p
             : std::clamp<std::int64_t>(load_integer(gather, p), 0, t.shape[0] - 1);
-    for (std::int64_t j = 0; j < out.cols; ++j) {
-      out(p - begin, j) = Real(load(t.data, t.dtype, element_offset(t, row * out.cols + j)));
-    }
+    const std::vector<double> values = read(slice(t, row));
+    std::transform(values.begin(), values.end(), out.row(p - begin),
+                   [](double v) { return Real(v); });
   }
   return out;
 }
@@ -62,13 +62,8 @@ Matrix<double> grouped_gemm(const GroupedGemm& args, Precision precision) {
     Matrix<double> d(range_of(args.offsets, experts - 1, rows).end, width);
     for (std::int64_t e = 0; e < experts; ++e) {
       const auto [begin, end] = range_of(args.offsets, e, rows);
-      Tensor b = args.b;  // expert e's (n, k)
-      b.data = static_cast<std::uint8_t*>(b.data) + e * b.stride[0] * dtype_bytes(b.dtype);
-      b.rank = 2;
-      std::copy(args.b.shape + 1, args.b.shape + 3, b.shape);
-      std::copy(args.b.stride + 1, args.b.stride + 3, b.stride);
       put_rows(product(rows_of<Real>(args.a, args.gather, begin, end),
-                       transposed(rows_of<Real>(b, {}, 0, width))),
+                       transposed(rows_of<Real>(slice(args.b, e), {}, 0, width))),
                begin, d);
     }
     return d;

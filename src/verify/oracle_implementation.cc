@@ -87,12 +87,11 @@ class GradWriter {
  private:
   void put_expert(const Tensor& grad, std::int64_t e, const double* values) const {
     if (adds_ && has_rows_[e] == 0) return;
-    const std::int64_t count = oracle::element_count(grad) / grad.shape[0];
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t offset = oracle::element_offset(grad, e * count + i);
-      const double before = adds_ ? oracle::load(grad.data, grad.dtype, offset) : 0.0;
-      oracle::store(grad.data, grad.dtype, offset, before + values[i]);
-    }
+    const Tensor part = oracle::slice(grad, e);
+    std::vector<double> sum(static_cast<std::size_t>(oracle::element_count(part)));
+    if (adds_) sum = oracle::read(part);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
+    oracle::write(part, sum);
   }
 
   bool adds_;

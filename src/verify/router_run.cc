@@ -78,7 +78,7 @@ class RouterRun {
   }
 
   Expected expect_dlogits(Matrix<double> exact, Matrix<double> same) const {
-    for (double& v : same.values) v = oracle::round_to(dlogits_.view.dtype, v);
+    oracle::round_all(dlogits_.view.dtype, same.values);
     const std::int64_t rows = exact.rows;
     return {"dlogits", dlogits_, std::move(exact), std::move(same), rows};
   }
