@@ -16,8 +16,8 @@ struct ModelledLayer {
 };
 
 /// The layer with each engine for which there is a model on this machine, its default engine first:
-/// hopper and portable on an H200, portable and blackwell on a B200. Empty for other machines, for
-/// dtypes of more than 16 bits, and for fp8.
+/// hopper and portable on an H200, portable and blackwell on a B200; in fp8 blackwell on a B200
+/// alone. Empty for other machines and for dtypes of more than 16 bits.
 ///
 /// On the H200 the model is within 12 % of the records hot.json and portable.json in
 /// benchmarks/results/h200, for their layers of 16384 tokens and more. On the B200 it is a forecast
