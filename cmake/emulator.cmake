@@ -178,7 +178,9 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
                    $<TARGET_FILE:sonicmoe_emulated_tests> --share today/3)
   set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 100)
   add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
-  add_capability_test(BlackwellExchangeKept 10 10.0 "ExchangeKept.TwoRanks*" "")
+  add_capability_test(BlackwellExchangeFp8 20 10.0
+                      "ExchangeHarness.BlackwellFp8:ExchangeHarness.BlackwellRefuses*" "")
+  add_capability_test(BlackwellExchangeKept 15 10.0 "ExchangeKept.TwoRanks*" "")
   set_property(TEST Emulated.BlackwellExchangeKept APPEND PROPERTY ENVIRONMENT
                                                                    SONICMOE_ENGINE=blackwell)
   add_test(NAME Emulated.BlackwellFaults

@@ -57,6 +57,8 @@ std::vector<Routed> routed_shapes() {
       {"ids_more_edges", kIds, kCounts, 560, 8, 2, {0, 255, 256, 257, 3, 31, 0, 17}, true, kFull},
       {"ids_sentinels", kIds, kSentinels, 97, 8, 3, {}},
       {"ids_hot", kIds, kHot, 301, 16, 2, {}, true, kFull},
+      // From 256 mean rows an expert tile indices come from a counter, on Hopper and on Blackwell.
+      {"ids_one_expert", kIds, kCounts, 777, 2, 1, {0, 777}},
       {"ids_empty", kIds, kEmpty, 19, 4, 2, {}},
       {"ids_no_tokens", kIds, kDistinct, 0, 8, 3, {}},
       {"ids_one_token", kIds, kDistinct, 1, 8, 2, {}},

@@ -17,7 +17,7 @@ using sonicmoe::testing::must;
 using sonicmoe::testing::PretendedRanks;
 
 /// How tokens are divided among ranks.
-enum class Split { kEven, kFirstHasNone, kLastHasAll };
+enum class Split { kEven, kFirstHasAll, kFirstHasNone, kLastHasAll };
 /// Whose low-rank factors a rank uses.
 enum class FactorsOf { kOwn, kNextRank };
 
@@ -37,8 +37,10 @@ struct Spoil {
 };
 
 std::vector<std::int64_t> token_bounds(std::int64_t tokens, const Form& form) {
-  std::vector<std::int64_t> bounds(form.ranks + 1, 0);
-  bounds[form.ranks] = tokens;
+  std::vector<std::int64_t> bounds(form.ranks + 1, form.split == Split::kFirstHasAll ? tokens : 0);
+  bounds.front() = 0;
+  bounds.back() = tokens;
+  if (form.split == Split::kFirstHasAll) return bounds;
   const std::int64_t first = form.split == Split::kFirstHasNone ? 1 : 0;
   if (form.split == Split::kLastHasAll || first == form.ranks) return bounds;
   for (std::int64_t r = first; r < form.ranks; ++r) {
@@ -360,9 +362,13 @@ class ExchangeHarness : public ::testing::Test {
       std::cout << r.name << ": " << fault_name(r.fault) << ": " << r.message << std::endl;
     };
     const bool fp8 = filter.find("fp8") != filter.npos;
+    const cuda::Device* device = cuda::open_device(0, form.engine);
+    Exec exec = exec_;
+    exec.device = device;
     const auto results =
         verify({Extent::kQuick, filter, fp8 ? Precision::kFp8 : Precision::kTensors},
-               parallel_implementation(exec_, form), report);
+               parallel_implementation(exec, form), report);
+    cuda::close_device(device);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     std::cout << form.ranks << " ranks, " << filter << ": " << results.size() << " cases, "
               << failed << " failed, " << seconds.count() << " s" << std::endl;
@@ -448,11 +454,49 @@ TEST_F(ExchangeHarness, BlackwellEngine) {
     expect_sound(form, "routing/ids_edges_k1/bf16/integers");
     form.exact = true;
     expect_sound(form, "routing/ids_edges_k4/bf16/integers");
-    // All tokens are of one rank, and all rows are of an expert of the other one or of the same.
+    // All tokens are of one rank, and all rows are of an expert of the same or of the other one.
     expect_sound(form, "routing/ids_one_expert_has_all/bf16");
-    form.split = Split::kLastHasAll;
+    form.split = Split::kFirstHasAll;
     expect_sound(form, "routing/ids_one_expert_has_all/bf16/integers");
     expect_sound(form, "routing/ids_empty/bf16/integers");
+  }
+}
+TEST_F(ExchangeHarness, BlackwellFp8) {
+  if (device_->capability / 10 != 10) GTEST_SKIP() << "needs compute capability 10.x";
+  for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
+    Form form{2, transport};
+    form.engine = "blackwell";
+    form.split = Split::kFirstHasAll;
+    expect_sound(form, "fp8/routing/ids_one_expert/integers");  // all rows to the other rank
+    form.split = Split::kFirstHasNone;
+    expect_sound(form, "fp8/routing/ids_empty/integers");
+    form.exact = true;
+    expect_sound(form, "fp8/routing/tail_ids_edges/integers");
+    if (transport == ExchangeTransport::kCopy) continue;
+    expect_sound(form, "fp8/routing/ids_edges/integers");
+    form.split = Split::kEven;
+    expect_sound(form, "fp8/routing/ids_one_expert/");
+    form.ranks = 3;
+    expect_sound(form, "fp8/shape/tail_d448_n192_transposed/random");
+    expect_sound(form, "fp8/grads/accumulated/random");
+    expect_sound(form, "fp8/subset/");
+  }
+}
+TEST_F(ExchangeHarness, BlackwellRefusesFactorsOfFp8) {
+  if (device_->capability / 10 != 10) GTEST_SKIP() << "needs compute capability 10.x";
+  const std::vector<Case> cases = all_cases(Extent::kQuick, "lora/frozen_fp8");
+  ASSERT_FALSE(cases.empty());
+  const Problem& p = cases.front().problem;
+  sonicmoe::testing::GroupOptions options;
+  options.shape = {2, p.tokens, row_capacity(p), p.hidden, p.dtype};
+  options.engine = "blackwell";
+  const PretendedRanks ranks(options);
+  try {
+    exchange_sizes(ranks.exchange(0), p, row_capacity(p), Pass::kForward, ranks.exec(0));
+    ADD_FAILURE() << "it was served";
+  } catch (const Error& e) {
+    EXPECT_STREQ(e.what(),
+                 "precision is fp8, must be tensors with low-rank factors on the engine blackwell");
   }
 }
 TEST_F(ExchangeHarness, OneRank) {

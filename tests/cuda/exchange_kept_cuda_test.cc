@@ -17,6 +17,8 @@ using testing::options_of;
 using testing::RankLayer;
 using testing::RankShape;
 
+constexpr RankShape kShape{.tokens = 100, .hidden = 72, .width = 40};
+
 /// The ranks of a group, whose steps keep rows.
 struct KeptRows {
   explicit KeptRows(Group& g) : group(g) {
@@ -79,20 +81,20 @@ struct KeptRows {
   std::vector<std::unique_ptr<DeviceArray>> kept;
 };
 
-void expect_bits_of_rows_sent_again(std::int32_t count) {
+void expect_bits_of_rows_sent_again(std::int32_t count, const RankShape& shape) {
   for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
-    const RankShape shape{.tokens = 100, .hidden = 72, .width = 40};
     testing::GroupOptions options = options_of(shape, count, transport);
     options.shape.hidden += 136;  // a layer may be narrower than the exchange
     Group group(shape, options);
     KeptRows rows(group);
-    for (const int experts : {24, 1, 0}) {  // 1: all rows to rank 0; 0: no rows
+    const int all = static_cast<int>(shape.experts);
+    for (const int experts : {all, 1, 0}) {  // 1: all rows to rank 0; 0: no rows
       group.route(1, experts);
       const Bits want = group.run();
       EXPECT_TRUE(rows.step() == want) << count << " ranks, " << experts << " experts";
       EXPECT_TRUE(group.run() == want) << "sent again after a step that has kept rows";
     }
-    group.route(1, 24);
+    group.route(1, all);
     const Bits want = group.run();
     group.poison();
     rows.forward();
@@ -104,14 +106,26 @@ void expect_bits_of_rows_sent_again(std::int32_t count) {
 }
 
 // One test for each number of ranks, so that the emulator can run one alone.
-TEST(ExchangeKept, OneRankHasTheBitsOfRowsSentAgain) { expect_bits_of_rows_sent_again(1); }
-TEST(ExchangeKept, TwoRanksHaveTheBitsOfRowsSentAgain) { expect_bits_of_rows_sent_again(2); }
-TEST(ExchangeKept, ThreeRanksHaveTheBitsOfRowsSentAgain) { expect_bits_of_rows_sent_again(3); }
+TEST(ExchangeKept, OneRankHasTheBitsOfRowsSentAgain) { expect_bits_of_rows_sent_again(1, kShape); }
+TEST(ExchangeKept, TwoRanksHaveTheBitsOfRowsSentAgain) {
+  expect_bits_of_rows_sent_again(2, kShape);
+}
+TEST(ExchangeKept, ThreeRanksHaveTheBitsOfRowsSentAgain) {
+  expect_bits_of_rows_sent_again(3, kShape);
+}
+TEST(ExchangeKept, TwoRanksInFp8HaveTheBitsOfRowsSentAgain) {
+  const cuda::Device* device = cuda::open_device(0);
+  const bool has_fp8 = device->engine->quantizers != nullptr;
+  cuda::close_device(device);
+  if (!has_fp8) GTEST_SKIP() << "the device's first engine has no FP8";
+  RankShape shape{.tokens = 100, .hidden = 192, .width = 64, .experts = 6, .top_k = 2};
+  shape.precision = Precision::kFp8;
+  expect_bits_of_rows_sent_again(2, shape);
+}
 
 /// A captured step is replayed over other routings.
 TEST(ExchangeKept, Replays) {
-  const RankShape shape{.tokens = 100, .hidden = 72, .width = 40};
-  Group group(shape, options_of(shape, 1, ExchangeTransport::kCopy));
+  Group group(kShape, options_of(kShape, 1, ExchangeTransport::kCopy));
   KeptRows rows(group);
   group.route(1, 24);
   group.run();
@@ -134,9 +148,8 @@ TEST(ExchangeKept, Replays) {
 }
 
 TEST(ExchangeKept, RanksThatDifferFail) {
-  const RankShape shape{.tokens = 100, .hidden = 72, .width = 40};
-  testing::GroupOptions options = options_of(shape, 2, ExchangeTransport::kPush);
-  Group group(shape, options);
+  testing::GroupOptions options = options_of(kShape, 2, ExchangeTransport::kPush);
+  Group group(kShape, options);
   group.route(1, 24);
   const Bits want = group.run();
   KeptRows rows(group);

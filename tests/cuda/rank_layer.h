@@ -1,5 +1,5 @@
-// One rank's layer under expert parallelism: bf16, ids, swiglu. Tensors depend on the rank alone,
-// so that ranks of one process and ranks of several compute the same bits.
+// One rank's layer under expert parallelism: bf16 or fp8, ids, swiglu. Tensors depend on the rank
+// alone, so that ranks of one process and ranks of several compute the same bits.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +29,7 @@ struct RankHandle {
 
 struct RankShape {
   std::int64_t tokens = 300, hidden = 264, width = 136, experts = 24, top_k = 4;
+  Precision precision = Precision::kTensors;
 };
 
 inline std::vector<std::uint16_t> random_bf16(std::int64_t count, unsigned seed) {
@@ -67,6 +68,7 @@ class RankLayer {
     problem_.experts = s.experts;
     problem_.top_k = s.top_k;
     problem_.dtype = DType::kBF16;
+    problem_.precision = s.precision;
     const Sizes f = exchange_sizes(*at.exchange, problem_, rows, Pass::kForward, exec());
     const Sizes b = exchange_sizes(*at.exchange, problem_, rows, Pass::kBackward, exec());
     x_ = random_array(tokens_ * s.hidden, 10 + at.rank);
@@ -84,6 +86,7 @@ class RankLayer {
     forward_.routing.ids = tensor2(ids_->data(), DType::kI32, tokens_, s.top_k);
     forward_.routing.weights = tensor2(weights_->data(), DType::kF32, tokens_, s.top_k);
     forward_.weights = experts_at(up_, down_, s, experts);
+    forward_.fp8_weights = codes(experts);
     forward_.out = rows_at(out_);
     forward_.h = array(f.h_bytes)->buffer();
     forward_.saved = array(f.saved_bytes)->buffer();
@@ -91,6 +94,7 @@ class RankLayer {
     backward_.x = forward_.x;
     backward_.routing = forward_.routing;
     backward_.weights = forward_.weights;
+    backward_.fp8_weights = forward_.fp8_weights;
     backward_.dout = rows_at(dout_);
     backward_.h = forward_.h;
     backward_.saved = forward_.saved;
@@ -180,6 +184,15 @@ class RankLayer {
     DeviceArray* a = array(count * 2);
     a->set(random_bf16(count, seed));
     return a;
+  }
+  /// The quantised weights of this rank's experts; empty without fp8.
+  Buffer codes(std::int64_t experts) {
+    if (problem_.precision == Precision::kTensors) return {};
+    Problem own = problem_;
+    own.experts = experts;
+    const Buffer buffer = array(fp8_weights_bytes(own, exec()))->buffer();
+    quantize_weights(own, forward_.weights, buffer, exec());
+    return buffer;
   }
   Tensor rows_at(const DeviceArray* a) const {
     return tensor2(a->data(), DType::kBF16, tokens_, problem_.hidden);
