@@ -222,6 +222,7 @@ if(SONICMOE_BUILD_TESTS)
   target_compile_options(sonicmoe_cuda_tests PRIVATE -O1 -Wall -Wextra -ffp-contract=off)
   target_link_libraries(sonicmoe_cuda_tests PRIVATE sonicmoe_verify CUDA::cudart_static
                                                     GTest::gtest GTest::gtest_main)
+  precompile_headers(sonicmoe_cuda_tests PRIVATE <gtest/gtest.h>)
   target_link_options(sonicmoe_cuda_tests PRIVATE -static-libstdc++ -static-libgcc)
 endif()
 

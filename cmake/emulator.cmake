@@ -36,6 +36,7 @@ add_executable(emulator_test ${emulator_tests})
 target_compile_options(emulator_test PRIVATE -O1 ${no_restrict})
 target_link_libraries(emulator_test PRIVATE sonicmoe_options sonicmoe_emulator GTest::gtest
                                             GTest::gtest_main)
+precompile_headers(emulator_test PRIVATE <gtest/gtest.h>)
 target_link_options(emulator_test PRIVATE -Wl,--disable-new-dtags)
 # Kernels with tcgen05, for 10.0 and 10.3.
 set(pair_product ${CMAKE_CURRENT_BINARY_DIR}/emulator/pair_product.ptx)
