@@ -5,8 +5,9 @@
 
 Takes the first kernel whose mangled name contains KERNEL. Removes one synchronising instruction of
 its PTX at a time and runs the tests with each of a few seeds. Prints a line for each removal, and
-exits 1 if one was not noticed. First the tests must pass as they are. An instruction that nobody
-misses may be superfluous, or of a kind that the emulator cannot judge: docs/emulator.md.
+exits 1 if one was not noticed: "not run" if the tests do not reach the instruction, else "MISSED".
+First the tests must pass as they are. An instruction that nobody misses may be superfluous, or of a
+kind that the emulator cannot judge: docs/emulator.md.
 """
 
 import argparse
@@ -17,14 +18,14 @@ import sys
 
 # A wait for an mbarrier that is removed succeeds at once.
 SYNCHRONISES = re.compile(
-    r"^\s*(?:@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|wgmma\.wait_group"
+    r"^\s*(@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|wgmma\.wait_group"
     r"|mbarrier\.(?:arrive|try_wait|test_wait)|tcgen05\.(?:fence|wait|commit|dealloc|relinquish)"
     r"|cp\.async\.(?:wait|mbarrier|bulk\.wait)|griddepcontrol\.wait)[\w.:]*)"
 )
 
 
 def kernel_lines(binary, part):
-    """Name of the kernel, and (line in its module's PTX, opcode) of what synchronises."""
+    """Name of the kernel, and (line in its module's PTX, predicate, opcode) of synchronisations."""
     with open(binary, "rb") as file:
         data = file.read()
     for blob in re.finditer(rb"\.version [^\0]*", data):
@@ -41,7 +42,7 @@ def kernel_lines(binary, part):
         for number, line in enumerate(text[entry.start() : end].split("\n"), first):
             match = SYNCHRONISES.match(line)
             if match:
-                found.append((number, match.group(1)))
+                found.append((number, match.group(1) or "", match.group(2)))
         return entry.group(1), found
     sys.exit(f"no kernel's name contains {part}")
 
@@ -71,16 +72,21 @@ def main():
     if not all(passes(options, seed) for seed in seeds):
         sys.exit(f"{options.filter} fails or runs no test, without any removal")
     name, lines = kernel_lines(options.binary, options.kernel)
-    lines = [line for line in lines if line[1].startswith(options.only)]
+    lines = [line for line in lines if line[2].startswith(options.only)]
     print(f"{name}: {len(lines)} removals")
-    unnoticed = 0
-    for number, opcode in lines:
-        spots = {"SONICMOE_EMULATED_WITHOUT": f"{name}:{number}", "SONICMOE_EMULATED_PATIENCE": "2"}
-        noticed = not all(passes(options, spots | seed) for seed in seeds)
-        unnoticed += not noticed
-        print(f"{'noticed' if noticed else 'MISSED':8} line {number:6} {opcode}", flush=True)
-    print(f"{len(lines) - unnoticed} of {len(lines)} removals were noticed")
-    return unnoticed > 0
+    count = dict.fromkeys(("noticed", "MISSED", "not run"), 0)
+    for number, predicate, opcode in lines:
+        spot = f"{name}:{number}"
+        removed = {"SONICMOE_EMULATED_WITHOUT": spot, "SONICMOE_EMULATED_PATIENCE": "2"}
+        trap = {"SONICMOE_EMULATED_INSTEAD": f"{spot}:{predicate}trap;"}
+        if not all(passes(options, removed | seed) for seed in seeds):
+            outcome = "noticed"
+        else:
+            outcome = "not run" if passes(options, trap | seeds[0]) else "MISSED"
+        count[outcome] += 1
+        print(f"{outcome:8} line {number:6} {opcode}", flush=True)
+    print(f"{count['noticed']} of {len(lines)} removals were noticed, {count['not run']} not run")
+    return count["noticed"] < len(lines)
 
 
 if __name__ == "__main__":
