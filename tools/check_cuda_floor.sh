@@ -2,7 +2,9 @@
 # Compiles the CUDA sources for the oldest supported toolkit, 12.9, with those of its parts that can
 # be installed as packages. Fails on a register spill or a serialised wgmma, as a build does.
 #
-#   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     default build/release; needs its generated files
+#   tools/check_cuda_floor.sh [BUILD_DIRECTORY [K/N]]   default build/release; needs generated files
+#
+# K/N compiles every Nth source only, from the Kth on. `today/N` takes another share each day.
 #
 # ptxas 12.9 is on PyPI. No registry has the front end of 12.9, so the front end of 12.4 (Debian's
 # nvidia-cuda-toolkit) makes the PTX: code that it compiles also compiles with later front ends. It
@@ -12,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly FLOOR=12.9.86 FRONT_END=12.4
-readonly BUILD=${1:-build/release}
+readonly BUILD=${1:-build/release} SHARE=${2:-1/1}
 readonly WORK=$PWD/build/cuda-floor
 readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
@@ -81,8 +83,19 @@ list_sources() { # SOURCE ARCHITECTURE in each line
   done
 }
 
+share() { # those of the lines of list_sources that are compiled
+  local of=${SHARE#*/} first=${SHARE%/*}
+  [ "$first" != today ] || first=$(($(date -u +%s) / 86400 % of + 1))
+  list_sources | awk -v first="$first" -v of="$of" 'NR % of == first % of'
+}
+
+[[ $SHARE =~ ^(today|[1-9][0-9]*)/[1-9][0-9]*$ ]] ||
+  { echo "share is $SHARE, must be K/N or today/N" >&2 && exit 2; }
+names=$(share | sed 's/ .*//; s|.*/||' | tr '\n' ' ')
+[ -n "$names" ] || { echo "share $SHARE has no source" >&2 && exit 2; }
 [ -x "$WORK/bin/ptxas" ] || { fetch_front_end && fetch_wheels && assemble; }
 export WORK BUILD
 export -f compile
-list_sources | xargs -P "$(nproc)" -L 1 bash -euo pipefail -c 'compile "$@"' compile
-echo "CUDA floor: $(list_sources | wc -l) files compiled by the front end of $FRONT_END and ptxas of $FLOOR"
+share | xargs -P "$(nproc)" -L 1 bash -euo pipefail -c 'compile "$@"' compile
+echo "CUDA floor: $(share | wc -l) of $(list_sources | wc -l) files compiled by the front end of" \
+  "$FRONT_END and ptxas of $FLOOR: $names"
