@@ -108,7 +108,7 @@ void Grid::report_deadlock() {
   throw Fault(text);
 }
 
-void Grid::run() try {
+void Grid::run() {
   const auto patience = std::chrono::duration<double>(settings_.patience_s);
   Clock::time_point changed = Clock::now();
   std::uint64_t seen = 0;
@@ -149,8 +149,6 @@ void Grid::run() try {
   if (may_overlap() && !has_waited_) {
     throw Fault("a grid that may overlap with the previous one ends without griddepcontrol.wait");
   }
-} catch (const Fault& fault) {
-  throw Fault(launch_.program->name + ": " + fault.what());
 }
 
 }  // namespace sonicmoe::emulator
