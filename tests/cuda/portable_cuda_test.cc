@@ -19,9 +19,9 @@ struct Tiles {
   const char* name;  ///< the GPUs' compute capability
   State state;
 };
-const Tiles kTiles[] = {{"of_8_0", {Depth::k64, Depth::k32}},
-                        {"of_8_6", {Depth::k32, {}}},
-                        {"of_10_0", {Depth::k64, {}}}};
+const Tiles kTiles[] = {{"of_8_0", {Depth::k64, Depth::k32, false}},
+                        {"of_8_6", {Depth::k32, {}, false}},
+                        {"of_10_0", {Depth::k64, {}, false}}};
 
 bool are_compiled(const State& state, int capability) {
   using cuda::portable::is_compiled;
