@@ -89,7 +89,8 @@ enum class Begins : std::int32_t {
   kAfterPrevious,  ///< after the previous kernel
   kIndependent,    ///< at once: no tile reads what the previous kernel writes. Loads are by
                    ///< ld.global, not by ld.global.nc, and loads by TMA follow a fence.proxy.async.
-                   ///< Of the epilogues only StoreExpert, and Store without bias and scales
+                   ///< Of the epilogues only StoreExpert, and Store without bias and scales. For
+                   ///< the others (kMayBeginAtOnce is false) it means kAfterPrevious
 };
 
 /// The order of launches. The kernels' names are those of ptx/dependent.cuh.

@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
                                              std::uint32_t tensor, int warp) {
   typename Product::Tiles tiles(p.tiles, cta, QueueReader::kWarp);
   Ring<Product::kAccumulators> accumulator;
-  bool must_wait = p.order.begins == Begins::kIndependent && threadIdx.x == 0;
+  bool must_wait = begins_at_once<typename Product::Epilogue>(p.order) && threadIdx.x == 0;
   for (typename Product::Tile tile; tiles.next(tile);) {
     const WarpTile part(tile, cta, warp, tensor + accumulator.at * kTileColumns);
     bool in_time = true;
@@ -83,12 +83,13 @@ __device__ __forceinline__ void finish_tiles(const typename Product::Params& p, 
     accumulator.next();
   }
   // There was no tile. When this kernel is complete, all kernels before it must be complete too.
-  if (must_wait) ptx::wait_for_previous_kernel();
+  if (Product::Tiles::kMayBeNone && must_wait) ptx::wait_for_previous_kernel();
 }
 
 template <class Product>
 __global__ void __launch_bounds__(Product::kThreads, 1)
     pair_product(const __grid_constant__ typename Product::Params p) {
+  using Epilogue = typename Product::Epilogue;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const Cta cta{ptx::shared_address(shared), ptx::cluster_rank(), p.tiles.limit};
   const int warp = ptx::uniform(static_cast<int>(threadIdx.x) / 32);
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(Product::kThreads, 1)
   if (warp == kProductWarp) ptx::allocate_tensor_memory(cta.tensor_slot(), kTensorColumns);
   ptx::cluster_sync();
   const auto tensor = static_cast<std::uint32_t>(ptx::load_word(cta.tensor_slot()));
-  if (p.order.begins == Begins::kAfterPrevious) launch_dependents_after_wait();
+  if (!begins_at_once<Epilogue>(p.order)) launch_dependents_after_wait();
   if (warp < kEpilogueWarps) {
     finish_tiles<Product>(p, cta, tensor, warp);
   } else if (warp == kProductWarp) {
@@ -109,13 +110,13 @@ __global__ void __launch_bounds__(Product::kThreads, 1)
       }
     }
   } else if (warp == kColumnWarp) {
-    begin_loads(p.order);
+    begin_loads<Epilogue>(p.order);
     Product::load_by_column_warp(p, cta, lane);
   } else if (warp < kScaleWarp) {
-    begin_loads(p.order);
+    begin_loads<Epilogue>(p.order);
     Product::load_by_row_warp(p, cta, warp - kFirstRowWarp, lane);
   } else {
-    begin_loads(p.order);
+    begin_loads<Epilogue>(p.order);
     Product::load_by_scale_warp(p, cta, lane);
   }
   __syncwarp();

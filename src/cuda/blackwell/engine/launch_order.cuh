@@ -17,9 +17,17 @@ __device__ __forceinline__ void launch_dependents_after_wait() {
   ptx::launch_next_kernel();
 }
 
+/// Whether tiles begin at once. For an epilogue that never does, the compiler knows the answer and
+/// leaves out all that only such a launch needs.
+template <class Epilogue>
+__device__ __forceinline__ bool begins_at_once(const LaunchOrder& order) {
+  return Epilogue::kMayBeginAtOnce && order.begins == Begins::kIndependent;
+}
+
 /// The warps that load call it before their first load.
+template <class Epilogue>
 __device__ __forceinline__ void begin_loads(const LaunchOrder& order) {
-  if (order.begins == Begins::kAfterPrevious) return;
+  if (!begins_at_once<Epilogue>(order)) return;
   if (order.arrival != nullptr) {
     // The kernel before has incremented the count, also after a fault: this does not wait long.
     while (ptx::acquire_word(order.arrival) == 0) {

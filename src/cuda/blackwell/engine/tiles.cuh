@@ -45,6 +45,9 @@ __device__ __forceinline__ int half_columns_of(int columns) {
 /// Walks through the tiles of this pair. Every warp walks by itself.
 class RowTiles {
  public:
+  /// Whether a pair may have no tile: the host does not know the number of records.
+  static constexpr bool kMayBeNone = true;
+
   __device__ __forceinline__ RowTiles(const RowTilesParams& p, const Cta& cta, QueueReader reader)
       : p_(p), indices_(cta, p.tile_counter, reader), count_(count(p)) {}
 
@@ -82,6 +85,9 @@ class RowTiles {
 
 class DepthTiles {
  public:
+  /// The launch has at most as many pairs as tiles (pairs_of() in launch.cc).
+  static constexpr bool kMayBeNone = false;
+
   __device__ __forceinline__ DepthTiles(const DepthTilesParams& p, const Cta& cta,
                                         QueueReader reader)
       : p_(p), indices_(cta, p.tile_counter, reader) {}

@@ -13,6 +13,7 @@ namespace sonicmoe::cuda::blackwell {
 template <class Element>
 struct Activate {
   using Params = portable::ActivateParams;
+  static constexpr bool kMayBeginAtOnce = false;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     if (p.act.layout == GateLayout::kConcatenated) {

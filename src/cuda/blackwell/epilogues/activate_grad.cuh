@@ -19,6 +19,7 @@ namespace sonicmoe::cuda::blackwell {
 template <class Element>
 struct ActivateGrad {
   using Params = portable::ActivateGradParams;
+  static constexpr bool kMayBeginAtOnce = false;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     const bool exists = tile.lane < tile.rows;

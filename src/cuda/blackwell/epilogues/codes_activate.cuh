@@ -13,6 +13,7 @@ namespace sonicmoe::cuda::blackwell {
 struct CodesActivate {
   using Params = CodesActivateParams;
   using Element = __nv_bfloat16;
+  static constexpr bool kMayBeginAtOnce = false;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     if (p.act.layout == GateLayout::kNone) {

@@ -10,6 +10,7 @@ namespace sonicmoe::cuda::blackwell {
 struct CodesActivateGrad {
   using Params = CodesActivateGradParams;
   using Element = __nv_bfloat16;
+  static constexpr bool kMayBeginAtOnce = false;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     const bool exists = tile.lane < tile.rows;

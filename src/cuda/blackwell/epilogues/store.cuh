@@ -9,6 +9,7 @@ namespace sonicmoe::cuda::blackwell {
 template <class Element>
 struct Store {
   using Params = portable::StoreParams;
+  static constexpr bool kMayBeginAtOnce = true;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     const float scale = scale_of(p, tile);

@@ -12,6 +12,7 @@ namespace sonicmoe::cuda::blackwell {
 template <class Element>
 struct StoreExpert {
   using Params = portable::StoreExpertParams;
+  static constexpr bool kMayBeginAtOnce = true;
 
   static __device__ __forceinline__ void run(const Params& p, const WarpTile& tile) {
     if (tile.is_zero && p.store == GradStore::kAccumulate) return;
