@@ -173,7 +173,7 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
     set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
                                                                 "SONICMOE_EMULATED_SEED=${seed}")
   endforeach()
-  # A third of the changes, another one each day: all of them take two minutes of two cores.
+  # A third of the changes, another one each day: all of them take two to three minutes of two cores.
   add_test(NAME Emulated.BlackwellMutations
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_mutations.py
                    $<TARGET_FILE:sonicmoe_emulated_tests> --share today/3)

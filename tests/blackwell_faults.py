@@ -12,6 +12,8 @@ import unittest
 from pathlib import Path
 
 STORE = "9blackwell12pair_productINS1_12RowProductOfINS1_5StoreI13__nv_bfloat16"
+CODES = "9blackwell12pair_productINS1_14CodesProductOfINS1_"
+CODES_ACTIVATE, CODES_ACTIVATE_GRAD = CODES + "13CodesActivateE", CODES + "17CodesActivateGradE"
 TEST = "BlackwellProbe.DecidesWhichEngineServes"
 
 
@@ -43,10 +45,10 @@ class Faults(unittest.TestCase):
         self.assertIn("[  PASSED  ] 1 test", run.stdout, run.stdout + run.stderr)
         return re.search("^note: (.*)$", run.stdout, re.M).group(1)
 
-    def spot(self, opcode, which):
-        lines = lines_of(Path(self.program).read_bytes(), STORE)
+    def spot(self, opcode, which, kernel=STORE):
+        lines = lines_of(Path(self.program).read_bytes(), kernel)
         numbers = [n for n, line in lines if re.match(rf"\s*{re.escape(opcode)}", line)]
-        return f"{STORE}:{numbers[which]}"
+        return f"{kernel}:{numbers[which]}"
 
     def test_without_a_fault_the_engine_serves(self):
         for capability in ("10.0", "10.3"):
@@ -65,6 +67,18 @@ class Faults(unittest.TestCase):
             "did not end", SONICMOE_EMULATED_WITHOUT=self.spot("cp.async.bulk.tensor.2d", 0)
         )
         self.assertIn("its product of 256 rows in order did not end within 5 seconds", note)
+
+    # The whole engine is refused, in 16 bits too.
+    def test_a_product_of_codes_that_differs(self):
+        without = self.spot("tcgen05.mma", -1, CODES_ACTIVATE)
+        note = self.outcome("wrong", SONICMOE_EMULATED_WITHOUT=without)
+        self.assertIn("its product of A from codes, with a gate was wrong in", note)
+
+    def test_a_product_of_codes_that_never_ends(self):
+        without = self.spot("cp.async.bulk.tensor.2d", 0, CODES_ACTIVATE_GRAD)
+        note = self.outcome("did not end", SONICMOE_EMULATED_WITHOUT=without)
+        product = "its product of dH from codes, of H in codes"
+        self.assertIn(f"{product} did not end within 5 seconds", note)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ PAIR = "9blackwell12pair_productINS1_"
 STORE = PAIR + "12RowProductOfINS1_5StoreI6__half"
 STORE_EXPERT = PAIR + "14DepthProductOfINS1_11StoreExpertI13__nv_bfloat16"
 CODES_STORE = PAIR + "14CodesProductOfINS1_5StoreI13__nv_bfloat16"
+CODES_ACTIVATE = PAIR + "14CodesProductOfINS1_13CodesActivateE"
+CODES_ACTIVATE_GRAD = PAIR + "14CodesProductOfINS1_17CodesActivateGradE"
 ACTIVATE = PAIR + "12RowProductOfINS1_8ActivateI"
 ACTIVATE_GRAD = PAIR + "12RowProductOfINS1_12ActivateGradI"
 APART, PAIRS = "13__nv_bfloat16", "6__half"  # the probe has gate and up apart in bf16
@@ -312,6 +314,87 @@ def changed_epilogue_of_dh():
         )
 
 
+# Of the epilogues of codes in the probe: n, and bytes between the scales of two blocks.
+WIDTH = 192
+NEXT_BLOCK = 4 * 232
+LAST = -1  # the register of a tensor memory address, in loads of words too
+SCALE = r"\s*st\.global\.u32"
+
+
+def changed_codes_of_row(name, stores, scale, row):
+    """Codes of a row and their scales, which the kernel stores at these places."""
+    yield f"{name} in the next columns", STORED, stores, further(NEXT_COLUMNS)
+    yield f"{name} in the next row", STORED, stores, further(row)
+    for what, bytes_ in (("row", 4), ("block", NEXT_BLOCK)):
+        yield f"scale of {name} in the next {what}", SCALE, scale, further(bytes_)
+
+
+def changed_epilogue_of_gated_codes():
+    """The second half of the kernel. It loads D, H as words for its codes, gate, up, and A."""
+    for load, name, distance in (
+        (4, "D: 32 columns further", 32),
+        (5, "codes of the next 32 columns of H", 32),
+        (6, "gate from up", 128),
+        (7, "up from gate", 128),
+        (8, "codes of the next 32 columns of A", 32),
+    ):
+        yield name, LOADED_D, slice(load, load + 1), changed(LAST, "xor.b32", distance)
+    yield "bias: the next column", r"\s*ld\.global\.nc\.b16", slice(1, 2), neighbour(2)
+    yield from changed_codes_of_row("H", slice(12, 14), slice(2, 3), 2 * WIDTH)
+    yield from changed_codes_of_row("A", slice(14, 16), slice(3, 4), WIDTH)
+    yield "boxes: of the other matrix", BOX, None, changed(1, "add.u64", MAP, 64)
+
+
+def changed_epilogue_of_codes():
+    """The first half of the kernel, without a gate. It stores H in bf16."""
+    for load, name in ((0, "D"), (2, "H"), (3, "A")):
+        yield (
+            f"{name}: 32 columns further",
+            LOADED_D,
+            slice(load, load + 1),
+            changed(LAST, "xor.b32", 32),
+        )
+    yield "bias: the next column", r"\s*ld\.global\.nc\.b16", slice(0, 1), neighbour(2)
+    yield "H in the next columns", STORED, slice(0, 4), further(NEXT_COLUMNS)
+    yield "H in the next row", STORED, slice(0, 4), further(2 * WIDTH)
+    yield from changed_codes_of_row("A", slice(6, 8), slice(1, 2), WIDTH)
+
+
+def changed_epilogue_of_dh_codes():
+    """The kernel stores dH as elements from two staging buffers, A', then the codes of dH."""
+    yield "row weight of the next row", r"\s*ld\.global\.nc\.f32", None, neighbour(4)
+    yield "dS in the next part", r"\s*st\.global\.f32", None, further(4)
+    yield "D: eight columns further", LOADED_D, slice(0, 1), changed(LAST, "xor.b32", 8)
+    for load, half in ((1, "first"), (2, "second")):
+        words = slice(load, load + 1)
+        for what, distance in (("gate and up exchanged", 4), ("eight columns further", 8)):
+            yield (
+                f"words of dH, {half} half: {what}",
+                LOADED_D,
+                words,
+                changed(LAST, "xor.b32", distance),
+            )
+    rows = ((0, "dH of gate", 4 * WIDTH), (4, "dH of up", 4 * WIDTH), (8, "A'", 2 * WIDTH))
+    for first, name, row in rows:
+        four = slice(first, first + 4)
+        yield f"{name} in the next columns", STORED, four, further(NEXT_COLUMNS)
+        yield f"{name} in the next row", STORED, four, further(row)
+    yield from changed_codes_of_row("dH", slice(12, 14), slice(0, 1), 2 * 256)
+
+
+def changed_codes_of_h():
+    for part, name in enumerate(("gate", "up")):
+        which = slice(part, part + 1)
+        yield f"codes of {name}: the next columns", r"\s*ld\.v2\.u32", which, neighbour(8)
+        yield f"scale of {name}: of the next row", r"\s*ld\.global\.f32", which, neighbour(4)
+
+
+def changed_elements_of_h():
+    for part, name in enumerate(("gate", "up")):
+        which = slice(part, part + 1)
+        yield f"{name}: the next columns", r"\s*ld\.v4\.u32", which, neighbour(NEXT_COLUMNS)
+
+
 def outcome(program, product, changes):
     """How a product of the probe notices the changes; empty if it does not."""
     settings = {
@@ -331,7 +414,7 @@ def outcome(program, product, changes):
     if run.returncode == 0:
         return ""
     note = re.search(r"^note: (.+)$", run.stdout, re.M)
-    fault = re.search(r"^emulator: device 0: .*?Params(?:\)|E): (?:\S+: )?(.+)$", run.stderr, re.M)
+    fault = re.search(r"^emulator: device 0: .*?Params(?:\)|E): (.+)$", run.stderr, re.M)
     if note is not None:
         return "result: " + note.group(1)
     return "emulator: " + (fault.group(1)[:110] if fault else run.stderr[-300:].strip())
@@ -349,6 +432,26 @@ KERNELS = {
         CODES_STORE,
         "codes of",
         [*changed_codes(), *changed_loads(False), *changed_barriers()],
+    ),
+    "codes_activate": (
+        CODES_ACTIVATE,
+        "A from codes, with a gate",
+        list(changed_epilogue_of_gated_codes()),
+    ),
+    "codes_activate_plain": (
+        CODES_ACTIVATE,
+        "A from codes, without a gate",
+        list(changed_epilogue_of_codes()),
+    ),
+    "codes_activate_grad": (
+        CODES_ACTIVATE_GRAD,
+        "dH from codes, of H in codes",
+        [*changed_epilogue_of_dh_codes(), *changed_codes_of_h()],
+    ),
+    "codes_activate_grad_bf16": (
+        CODES_ACTIVATE_GRAD,
+        "dH from codes, of H in bf16",
+        list(changed_elements_of_h()),
     ),
     "store_expert": (STORE_EXPERT, "a weight gradient", engine_changes(True)),
     "activate": (
