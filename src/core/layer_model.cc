@@ -36,9 +36,9 @@ struct EngineModel {
 // that of the H200; 6.6 TB/s were measured for sums of rows. What `blackwell` gains
 // by launches that overlap is left out.
 //
-// Products of fp8 codes: 1950 TFLOP/s, from published runs of MXFP8
-// (docs/notes/2026-11-blackwell.md has the sources). Left out: their epilogues do not overlap with
-// the next tile. So `blackwell` will be slower than this in fp8, most of all with small n.
+// Products of fp8 codes: 1950 TFLOP/s, which a published grouped GEMM of MXFP8 reaches; large
+// products reach more (docs/notes/2026-11-blackwell.md has the sources). Left out: epilogues do not
+// overlap with the next tile there, which costs most with small n.
 constexpr EngineModel kModels[] = {
     {"h200",
      "hopper",
