@@ -56,6 +56,7 @@ def _small(config, layers):
     # rounding noise.
     config.optimizer = default_adamw(lr=0.05, eps=0.1)
     config.optimizer.implementation = "foreach"
+    config.loss.num_chunks = 1  # each chunk costs a backward, and reductions under FSDP
     config.validator.enable = False
     config.activation_checkpoint = None
     config.debug.seed = 1
