@@ -93,7 +93,7 @@ FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
 # The settings that determine the shapes of the tensors.
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
 # `--short`: enough steps for CI to see that the demo completes and that the loss falls.
-SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
+SHORT = {"steps": 30, "warmup": 5, "eval_every": 15, "save_every": 15, "eval_sequences": 16}
 PRECISIONS = ("fp32", "bf16", "fp8")
 ROUNDING_MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
 
