@@ -86,7 +86,7 @@ list_sources() { # SOURCE ARCHITECTURE in each line
 share() { # those of the lines of list_sources that are compiled
   local of=${SHARE#*/} first=${SHARE%/*}
   [ "$first" != today ] || first=$(($(date -u +%s) / 86400 % of + 1))
-  list_sources | awk -v first="$first" -v of="$of" 'NR % of == first % of'
+  list_sources | awk -v first="$first" -v of="$of" 'first <= of && NR % of == first % of'
 }
 
 [[ $SHARE =~ ^(today|[1-9][0-9]*)/[1-9][0-9]*$ ]] ||
