@@ -39,7 +39,11 @@ class AlignedMemory {
 };
 
 /// The registers of a warp.
-using RegisterFile = AlignedMemory;
+struct RegisterFile : AlignedMemory {
+  using AlignedMemory::AlignedMemory;
+  /// Program::number of the program whose constants are in it. Nothing else writes to their places.
+  std::uint64_t constants_of = 0;
+};
 
 /// Shared memory of a CTA, and who wrote it last.
 struct SharedMemory : AlignedMemory {

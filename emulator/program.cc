@@ -1,6 +1,9 @@
 #include "program.h"
 
 #include <algorithm>
+#include <atomic>
+
+#include "registers.h"
 
 namespace sonicmoe::emulator {
 namespace {
@@ -52,13 +55,42 @@ const OpcodeTable& opcode_table() {
 Builder::Builder(const Function& function, const std::map<std::string, std::uint64_t>& globals,
                  const Target& target)
     : function_(function) {
+  static std::atomic<std::uint64_t> programs = 0;
   program_.name = function.name;
+  program_.number = ++programs;
   program_.target = target;
   program_.most_threads = function.most_threads;
-  for (const auto& [name, type] : function.registers) {
-    registers_[name] = allocate(bytes_of_register(type));
-  }
+  place_registers();
   place_variables(globals);
+}
+
+/// Registers of one size take places that are free again. Each lane has its own part of a place,
+/// so lanes that run apart do not meet. Targets never lie where the same statement reads.
+void Builder::place_registers() {
+  const auto lifetimes = lifetimes_of(function_);
+  std::vector<std::vector<std::string_view>> begin(function_.statements.size() + 1), end = begin;
+  for (const auto& [name, type] : function_.registers) {
+    const auto found = lifetimes.find(name);
+    if (found == lifetimes.end()) continue;
+    const Lifetime& l = found->second;
+    const bool is_short = l.is_short && bytes_of_register(type) != 0;
+    begin[is_short ? l.first : 0].push_back(name);
+    end[is_short ? l.last : function_.statements.size()].push_back(name);
+  }
+  std::map<int, std::vector<Slot>> free;
+  for (std::size_t at = 0; at < function_.statements.size(); ++at) {
+    for (const std::string_view name : begin[at]) {
+      const int bytes = bytes_of_register(function_.registers.find(name)->second);
+      std::vector<Slot>& places = free[bytes];
+      if (places.empty()) places.push_back(allocate(bytes));
+      registers_[std::string(name)] = places.back();
+      places.pop_back();
+    }
+    for (const std::string_view name : end[at]) {
+      const int bytes = bytes_of_register(function_.registers.find(name)->second);
+      free[bytes].push_back(registers_.find(name)->second);
+    }
+  }
 }
 
 Slot Builder::allocate(int bytes) {

@@ -67,6 +67,7 @@ struct Preset {
 
 struct Program {
   std::string name;
+  std::uint64_t number = 0;  ///< from 1, another one for each program that was built
   Target target;
   std::vector<Instruction> code;
   std::vector<std::string> texts;  ///< of each instruction, for messages
@@ -109,11 +110,12 @@ class Builder {
   Slot allocate(int bytes);
   Slot constant(std::uint64_t bits, int bytes);
   Slot special(const std::string& name, int bytes);
+  void place_registers();
   void place_variables(const std::map<std::string, std::uint64_t>& globals);
 
   const Function& function_;
   Program program_;
-  std::map<std::string, Slot> registers_;
+  std::map<std::string, Slot, std::less<>> registers_;
   std::map<std::string, Preset> symbols_;
   std::map<std::pair<std::uint64_t, int>, Slot> constants_;
   std::map<std::pair<std::string, int>, Slot> specials_;

@@ -56,9 +56,10 @@ struct Variable {
 struct Function {
   std::string name;
   std::vector<Variable> parameters;
-  std::vector<Variable> variables;               ///< of its body
-  std::map<std::string, std::string> registers;  ///< type of each: pred, b16, b32, b64, f32...
-  std::map<std::string, std::size_t> labels;     ///< index of the statement that follows
+  std::vector<Variable> variables;  ///< of its body
+  /// Type of each: pred, b16, b32, b64, f32...
+  std::map<std::string, std::string, std::less<>> registers;
+  std::map<std::string, std::size_t> labels;  ///< index of the statement that follows
   std::vector<Statement> statements;
   std::int64_t most_threads = 0;  ///< of a CTA, by .maxntid or .reqntid; 0: any
 };

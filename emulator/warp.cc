@@ -107,7 +107,10 @@ Warp::Warp(Cta& cta, int index, std::uint32_t lanes)
 
 void Warp::preset_file() {
   const Program& program = *grid().launch().program;
+  const bool has_constants = file_->constants_of == program.number;
+  file_->constants_of = program.number;
   for (const Preset& p : program.presets) {
+    if (has_constants && p.source == Preset::Source::kConstant) continue;
     if (p.bytes == 0) {
       predicate(p.slot) = static_cast<std::uint32_t>(p.bits);
       continue;
