@@ -262,9 +262,9 @@ std::span<const CodesTrial> codes_trials() {
        &fault_of_a<GateLayout::kConcatenated>},
       {{"A from codes, without a gate", kRows, 256, 192, DType::kBF16, true},
        &fault_of_a<GateLayout::kNone>},
-      {{"dH from codes, of H in codes", kRows, 256, 192, DType::kBF16, true},
+      {{"dH from codes, of H in codes", kRows, 640, 192, DType::kBF16, true},
        &fault_of_dh<GateLayout::kConcatenated>},
-      {{"dH from codes, of H in bf16", kRows, 256, 192, DType::kBF16, true},
+      {{"dH from codes, of H in bf16", kRows, 640, 192, DType::kBF16, true},
        &fault_of_dh<GateLayout::kInterleaved>},
   };
   return kTrials;
