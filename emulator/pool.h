@@ -41,7 +41,8 @@ class AlignedMemory {
 /// The registers of a warp.
 struct RegisterFile : AlignedMemory {
   using AlignedMemory::AlignedMemory;
-  /// Program::number of the program whose constants are in it. Nothing else writes to their places.
+  /// The program (Program::number) whose constants are in the file. No instruction changes them, so
+  /// the next warp of this program finds them there.
   std::uint64_t constants_of = 0;
 };
 

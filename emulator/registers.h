@@ -14,8 +14,9 @@ namespace sonicmoe::emulator {
 struct Lifetime {
   std::size_t first = 0;
   std::size_t last = 0;
-  /// From the first to the last there is no label, the first writes the register in every lane
-  /// that runs it, and no instruction that writes later names it. So it has no value outside.
+  /// Whether the register needs its place from the first to the last statement only. Then no label
+  /// lies between them, the first one writes the register in every lane that runs it, and no
+  /// asynchronous instruction names it.
   bool is_short = false;
 };
 

@@ -37,8 +37,8 @@ struct EngineModel {
 // by launches that overlap is left out.
 //
 // Products of fp8 codes: 1950 TFLOP/s, which a published grouped GEMM of MXFP8 reaches; large
-// products reach more (docs/notes/2026-11-blackwell.md has the sources). Left out: epilogues do not
-// overlap with the next tile there, which costs most with small n.
+// products reach more (docs/notes/2026-11-blackwell.md has the sources). Not in the model: with
+// codes an epilogue does not overlap with the next tile. That costs most where n is small.
 constexpr EngineModel kModels[] = {
     {"h200",
      "hopper",

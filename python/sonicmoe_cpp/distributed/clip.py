@@ -35,14 +35,15 @@ def clip_grad_norm_(
     for p in parameters:
         place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         local = p.detach() if place is None else p.to_local()
-        part = parts.setdefault(place, [local.new_zeros((), dtype=torch.float64)])
+        part = parts.setdefault(place, [local.new_zeros((), dtype=score_dtype(local))])
         dtype = torch.promote_types(dtype, score_dtype(local))
         if p.grad is not None and local.numel() > 0:
             grad = p.grad if place is None else p.grad.redistribute(*place).to_local()
-            part.append(torch.linalg.vector_norm(grad, norm_type, dtype=score_dtype(grad)).double())
+            norm = torch.linalg.vector_norm(grad, norm_type, dtype=score_dtype(grad))
+            part.append(norm.to(part[0].device))
     norms = []
     for place, part in parts.items():
-        norm = torch.linalg.vector_norm(torch.stack(part), norm_type)
+        norm = torch.linalg.vector_norm(torch.stack(part), norm_type).double()
         for dimension, placement in enumerate(() if place is None else place[1]):
             if not isinstance(placement, Replicate):
                 group = group_of(place[0].get_group(dimension))

@@ -89,11 +89,7 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
     }
   }
   const auto rows = std::int64_t{t.all_rows()};
-  const auto bias = [&, data = o.work.copy(bits_of(biases, t.dtype))](int part) {
-    Tensor of_part = tensor2(data + part * width, t.dtype, t.experts(), width);
-    of_part.stride[0] = t.columns;
-    return of_part;
-  };
+  Bits* const bias = o.work.copy(bits_of(biases, t.dtype));
   const bool apart = layout == GateLayout::kConcatenated;
   Tensor gate = weights_of(t, o, apart ? Order::kDepth : Order::kColumns), up{};
   if (apart) {
@@ -103,8 +99,8 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
   }
   const Activate epilogue{.h = {tensor2(o.out(std::move(h), t.columns), t.dtype, rows, t.columns)},
                           .a = {tensor2(o.out(std::move(a), width), t.dtype, rows, width)},
-                          .bias_gate = bias(0),
-                          .bias_up = bias(1),
+                          .bias_gate = bias_of(t, bias, 0, width),
+                          .bias_up = bias_of(t, bias, 1, width),
                           .activation = {ActivationKind::kReGLU},
                           .layout = layout};
   return fault_of(device, t, o, o.rows(t),

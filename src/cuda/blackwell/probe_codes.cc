@@ -151,11 +151,7 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
       }
     }
   }
-  const auto bias = [&, data = o.work.copy(bits_of(biases, t.dtype))](int part) {
-    Tensor of_part = tensor2(data + part * width, t.dtype, t.experts(), width);
-    of_part.stride[0] = t.columns;
-    return of_part;
-  };
+  Bits* const bias = o.work.copy(bits_of(biases, t.dtype));
   StoredRows kept;
   if (parts == 2) {
     kept.codes = out_codes(t, o, h, width);
@@ -167,8 +163,8 @@ std::string fault_of_activate(const Device& device, const Trial& t, GateLayout l
   const Activate epilogue{
       .h = kept,
       .a = {.codes = codes_of_a},
-      .bias_gate = bias(0),
-      .bias_up = bias(parts - 1),
+      .bias_gate = bias_of(t, bias, 0, width),
+      .bias_up = bias_of(t, bias, parts - 1, width),
       .activation = {parts == 2 ? ActivationKind::kReGLU : ActivationKind::kReLU},
       .layout = layout};
   return fault_of(device, t, o, product.rows, product.weights, epilogue);

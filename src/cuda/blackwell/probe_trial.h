@@ -174,6 +174,14 @@ struct HiddenColumns {
         up(layout == GateLayout::kInterleaved ? 2 * column + 1 : width + column) {}
 };
 
+/// The biases (experts, width) of one of the parts of H: 0 is gate, 1 is up. `data` has t.columns
+/// for each expert, those of gate first.
+inline Tensor bias_of(const Trial& t, Bits* data, int part, int width) {
+  Tensor bias = tensor2(data + part * width, t.dtype, t.experts(), width);
+  bias.stride[0] = t.columns;
+  return bias;
+}
+
 /// Both functions as the kernels compute them: of integers, but with the signs of zeros.
 inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
 inline float relu_slope(float x, float g) { return x > 0.0f ? g : 0.0f; }

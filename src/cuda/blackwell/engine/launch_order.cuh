@@ -17,8 +17,8 @@ __device__ __forceinline__ void launch_dependents_after_wait() {
   ptx::launch_next_kernel();
 }
 
-/// Whether tiles begin at once. For an epilogue that never does, the compiler knows the answer and
-/// leaves out all that only such a launch needs.
+/// Whether tiles begin at once. It is false at compile time for epilogues that never do, so their
+/// kernels have no code for it.
 template <class Epilogue>
 __device__ __forceinline__ bool begins_at_once(const LaunchOrder& order) {
   return Epilogue::kMayBeginAtOnce && order.begins == Begins::kIndependent;
