@@ -275,6 +275,7 @@ def measure(options) -> dict:
         "load": {"expert": round(of_expert, 3), "rank": round(of_rank, 3)},
         "steps": len(training.loads),  # of all kinds
         "parameters": training.parameters(),
+        "experts": type(training.model.layers[0].moe.routed_experts).__name__,
         "compiled": bool(options.compile),
         "policy": options.policy,
         "parallel": options.parallel,
