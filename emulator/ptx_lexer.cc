@@ -30,6 +30,29 @@ void Lexer::expect(std::string_view text) {
   if (!accept(text)) fail("expected '" + std::string(text) + "'");
 }
 
+const char* Lexer::skip_braces() {
+  while (!token_.is("{")) {
+    if (token_.kind == Token::Kind::kEnd) fail("expected '{'");
+    advance();
+  }
+  for (int depth = 1; depth > 0; ++at_) {  // at_ is behind the brace
+    at_ = text_.find_first_of("{}/\n", at_);
+    if (at_ == text_.npos) {
+      at_ = text_.size();
+      advance();
+      fail("expected '}'");
+    }
+    const char c = text_[at_];
+    line_ += c == '\n';
+    depth += c == '{';
+    depth -= c == '}';
+    if (text_.substr(at_, 2) == "//") at_ = std::min(text_.find('\n', at_), text_.size()) - 1;
+  }
+  const char* const end = text_.data() + at_;
+  advance();
+  return end;
+}
+
 void Lexer::fail(const std::string& what) const {
   throw std::runtime_error("PTX line " + std::to_string(token_.line) + ": " + what +
                            (token_.kind == Token::Kind::kEnd

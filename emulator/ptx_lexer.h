@@ -19,7 +19,8 @@ struct Token {
 /// directive.
 class Lexer {
  public:
-  explicit Lexer(std::string_view text) : text_(text) { advance(); }
+  /// `line` is the number of the text's first line.
+  explicit Lexer(std::string_view text, int line = 1) : text_(text), line_(line) { advance(); }
 
   const Token& peek() const { return token_; }
   Token take();
@@ -27,6 +28,8 @@ class Lexer {
   bool accept(std::string_view text);
   /// Throws std::runtime_error if the token is not `text`.
   void expect(std::string_view text);
+  /// Takes everything from the next "{" to its "}", and returns where the rest of the text begins.
+  const char* skip_braces();
   /// Throws std::runtime_error with the line of the next token.
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -36,7 +39,7 @@ class Lexer {
 
   std::string_view text_;
   std::size_t at_ = 0;
-  int line_ = 1;
+  int line_;
   Token token_;
 };
 

@@ -42,11 +42,20 @@ std::vector<std::string> split(std::string_view text) {
 
 class Parser {
  public:
-  explicit Parser(std::string_view text) : lexer_(text) {}
+  explicit Parser(std::string_view text, int line = 1) : lexer_(text, line) {}
 
   Module parse() {
     while (lexer_.peek().kind != Token::Kind::kEnd) parse_top();
     return std::move(module_);
+  }
+
+  /// If the text is that of a kernel.
+  Function parse_kernel(const std::vector<Variable>& outside) {
+    parse_head();
+    scopes_.assign(1, {});
+    while (!scopes_.empty()) parse_line();
+    take_shared_variables(outside);
+    return std::move(function_);
   }
 
  private:
@@ -59,7 +68,7 @@ class Parser {
 
   void parse_top() {
     const Token token = lexer_.take();
-    if (token.is(".entry")) return parse_kernel();
+    if (token.is(".entry")) return skip_kernel();
     if (token.is(".func")) return skip_function();
     if (token.is(".global") || token.is(".const") || token.is(".shared")) {
       module_.variables.push_back(parse_variable(token.text.substr(1)));
@@ -78,15 +87,19 @@ class Parser {
     lexer_.fail("unknown directive '" + std::string(token.text) + "'");
   }
 
+  void skip_kernel() {
+    const Token name = lexer_.peek();
+    const char* const begin = name.text.data();
+    module_.kernels.push_back({name.text, {begin, lexer_.skip_braces()}, name.line});
+  }
+
+  /// A function with a body, or the declaration of one.
   void skip_function() {
-    while (!lexer_.peek().is("{") && !lexer_.peek().is(";")) lexer_.take();
-    int depth = 0;
-    do {
-      if (lexer_.peek().kind == Token::Kind::kEnd) lexer_.fail("a function has no end");
-      depth += lexer_.peek().is("{");
-      depth -= lexer_.peek().is("}");
-      lexer_.take();
-    } while (depth > 0);
+    while (!lexer_.peek().is("{")) {
+      if (lexer_.accept(";")) return;
+      if (lexer_.take().kind == Token::Kind::kEnd) lexer_.fail("a function has no end");
+    }
+    lexer_.skip_braces();
   }
 
   /// [.align N] .type name [N] [= values], after the space.
@@ -125,8 +138,8 @@ class Parser {
     if (list) lexer_.expect("}");
   }
 
-  void parse_kernel() {
-    function_ = Function{};
+  /// The name, the parameters and the directives before the body.
+  void parse_head() {
     function_.name = lexer_.take().text;
     if (lexer_.accept("(")) {
       while (!lexer_.accept(")")) {
@@ -146,14 +159,10 @@ class Parser {
       }
     }
     lexer_.take();
-    scopes_.assign(1, {});
-    while (!scopes_.empty()) parse_line();
-    take_shared_variables();
-    module_.kernels.push_back(std::move(function_));
   }
 
   /// Shared variables may be declared outside; a kernel has those that it names.
-  void take_shared_variables() {
+  void take_shared_variables(const std::vector<Variable>& outside) {
     std::set<std::string_view> named;
     for (const Statement& s : function_.statements) {
       for (const Operand& o : s.operands) {
@@ -161,7 +170,7 @@ class Parser {
         if (o.kind == Operand::Kind::kAddress) named.insert(o.elements[0].name);
       }
     }
-    for (const Variable& v : module_.variables) {
+    for (const Variable& v : outside) {
       if (v.space == "shared" && named.contains(v.name)) function_.variables.push_back(v);
     }
   }
@@ -361,5 +370,9 @@ std::string Statement::text() const {
 }
 
 Module parse_module(std::string_view text) { return Parser(text).parse(); }
+
+Function parse_kernel(const Module& module, const KernelText& kernel) {
+  return Parser(kernel.text, kernel.line).parse_kernel(module.variables);
+}
 
 }  // namespace sonicmoe::emulator

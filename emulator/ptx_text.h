@@ -64,12 +64,23 @@ struct Function {
   std::int64_t most_threads = 0;  ///< of a CTA, by .maxntid or .reqntid; 0: any
 };
 
+/// A kernel in the text of its module.
+struct KernelText {
+  std::string_view name;
+  std::string_view text;  ///< from its name to the end of its body
+  int line = 1;           ///< of its name, in the text of the module
+};
+
+/// Refers to the text that it was read from.
 struct Module {
-  std::vector<Function> kernels;
+  std::vector<KernelText> kernels;
   std::vector<Variable> variables;  ///< outside of functions
 };
 
-/// Throws std::runtime_error with the line that it does not understand.
+/// Reads all but the bodies of kernels, because most kernels of a text are never launched. Throws
+/// std::runtime_error with the line that it does not understand.
 Module parse_module(std::string_view text);
+/// Reads a kernel of the module. Throws as parse_module() does.
+Function parse_kernel(const Module& module, const KernelText& kernel);
 
 }  // namespace sonicmoe::emulator

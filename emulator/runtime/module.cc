@@ -93,15 +93,17 @@ Program PtxText::build(const std::string& kernel) {
   const std::lock_guard lock(mutex_);
   if (!is_parsed_) {
     const std::string& change = configuration().instead;
-    module_ = change.empty() ? parse_module(text_) : parse_module(with_changes(text_, change));
+    if (!change.empty()) changed_ = with_changes(text_, change);
+    module_ = parse_module(change.empty() ? text_ : changed_);
     place_variables();
     is_parsed_ = true;
   }
-  const auto found = std::find_if(
-      module_.kernels.begin(), module_.kernels.end(),
-      [name = without_hash(kernel)](const Function& f) { return without_hash(f.name) == name; });
+  const auto found = std::find_if(module_.kernels.begin(), module_.kernels.end(),
+                                  [name = without_hash(kernel)](const KernelText& k) {
+                                    return without_hash(std::string(k.name)) == name;
+                                  });
   require(found != module_.kernels.end(), cudaErrorInvalidDeviceFunction);
-  Function function = *found;
+  Function function = parse_kernel(module_, *found);
   remove_instruction(configuration().without, &function);
   return Builder(function, variables_, target_).build();
 }

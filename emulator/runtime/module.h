@@ -17,7 +17,7 @@
 
 namespace sonicmoe::emulator {
 
-/// A text of PTX. It is parsed at the first request for one of its kernels.
+/// A text of PTX. A kernel is parsed when it is asked for.
 class PtxText {
  public:
   explicit PtxText(std::string_view text) : text_(text), target_(target_of(text)) {}
@@ -33,6 +33,7 @@ class PtxText {
   void place_variables();
 
   const std::string_view text_;
+  std::string changed_;  ///< by the configuration's `instead`; if it is empty, `text_` serves
   const Target target_;
   std::mutex mutex_;
   bool is_parsed_ = false;

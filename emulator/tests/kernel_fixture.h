@@ -49,11 +49,15 @@ struct BenchShape {
   bool may_overlap = false;  ///< with the kernel before, which is complete
 };
 
+inline Function first_kernel(const std::string& text) {
+  const Module module = parse_module(text);
+  return parse_kernel(module, module.kernels.at(0));
+}
+
 /// Runs the first kernel of `text`, whose parameters are 64-bit words. Throws Fault.
 inline void run_kernel(const std::string& text, const BenchShape& shape, const Arrays& memory,
                        const std::vector<std::uint64_t>& parameters, std::uint64_t seed = 1) {
-  const Module module = parse_module(text);
-  const Program program = Builder(module.kernels.at(0), {}, shape.target).build();
+  const Program program = Builder(first_kernel(text), {}, shape.target).build();
   Launch launch;
   launch.program = &program;
   launch.grid = shape.grid;

@@ -54,8 +54,9 @@ std::string text_of_kernels() {
 }
 
 Function kernel_of(const std::string& text, const std::string& name) {
-  for (const Function& kernel : parse_module(text).kernels) {
-    if (kernel.name == name) return kernel;
+  const Module module = parse_module(text);
+  for (const KernelText& kernel : module.kernels) {
+    if (kernel.name == name) return parse_kernel(module, kernel);
   }
   throw Fault("no kernel " + name);
 }

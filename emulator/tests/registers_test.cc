@@ -3,15 +3,15 @@
 
 #include <gtest/gtest.h>
 
+#include "kernel_fixture.h"
 #include "program.h"
 
 namespace sonicmoe::emulator {
 namespace {
 
 Function function(const std::string& body) {
-  return parse_module(".visible .entry test() {\n.reg .pred %p<3>;\n.reg .b32 %r<60>;\n" + body +
-                      "ret;\n}\n")
-      .kernels.at(0);
+  return first_kernel(".visible .entry test() {\n.reg .pred %p<3>;\n.reg .b32 %r<60>;\n" + body +
+                      "ret;\n}\n");
 }
 
 bool is_short(const std::string& body, std::string_view name = "%r1") {

@@ -15,7 +15,7 @@ Statement statement(const std::string& line) {
       ".visible .entry test() {\n.reg .pred %p;\n.reg .b32 %r<4>;\n.reg .b64 %rd<4>;\n"
       ".reg .b16 %h;\n" +
       line + "\nret;\n}\n";
-  return parse_module(text).kernels.at(0).statements.at(0);
+  return first_kernel(text).statements.at(0);
 }
 
 bool has(const Target& target, const std::string& line) {
