@@ -131,6 +131,7 @@ add_emulated_test(
   Routing 25 "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
 add_emulated_test(Exchange 70 "Exchange.*" "")
 add_emulated_test(ExchangeInC 2 "ExchangeInC.*" "")
+add_emulated_test(ExchangeLists 4 "ExchangeLists.*" "")
 add_emulated_test(ExchangeKept 20 "ExchangeKept.*" "")
 add_emulated_test(ExchangeLowRank 15
                   "ExchangeHarness.FewLowRankFactors:ExchangeHarness.RejectsFactorsOfAnotherRank" "")

@@ -40,7 +40,7 @@ BUDGETS = {
     "portable": Budget(48, 17),
     # 11 kernels (3 of FP8), 0.8 MiB
     "blackwell": Budget(12, 1),
-    # 113 kernels (12 that unpack weights; for sm_90a and sm_100f 2 that quantise), 19.7 MiB on 4
+    # 114 kernels (12 that unpack weights; for sm_90a and sm_100f 2 that quantise), 19.7 MiB on 4
     # architectures: routing computes the score
     # sqrt_softplus in place, for each of up to 32 logits of a lane
     REST: Budget(115, 21),

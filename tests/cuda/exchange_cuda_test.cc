@@ -256,6 +256,8 @@ TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
       static_cast<std::int32_t*>(token.data()), static_cast<std::int32_t*>(expert.data()),
       static_cast<float*>(weight.data()), static_cast<std::int32_t*>(slot.data()), kRows};
   const cuda::PairWork work{exchange.device, exchange.peers, s, shape.experts / 2, exchange.limits};
+  cuda::wait_for(*exchange.device, exchange.peers, {cuda::kPhaseRouting}, exchange.limits,
+                 ranks.stream(0));
   cuda::list_pairs(work, list, ranks.stream(0));
   ranks.wait_quietly();
   EXPECT_EQ(token.get<std::int32_t>(), std::vector<std::int32_t>(kRows, -1));

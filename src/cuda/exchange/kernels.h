@@ -61,13 +61,14 @@ struct OwnSlots {
 /// Sets bit r of masks[t] if rank r owns an expert of token t, else clears it.
 void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* masks,
                 cudaStream_t stream);
-/// Writes this rank's slots to the buffers of all ranks, and to each rank the number of its pairs
-/// in each chunk of them. Then announces kPhaseRouting.
+/// Writes this rank's slots to the buffers of all ranks, with their number and K, and to each rank
+/// the number of its pairs in each chunk of them. Then announces kPhaseRouting.
 void send_slots(const Device& device, const Peers& peers, const ExchangeShape& shape,
                 const OwnSlots& slots, cudaStream_t stream);
 
-/// The pairs of this rank: the slots of all ranks whose expert this rank owns, in the order
-/// (rank, slot).
+/// The pairs of this rank: the slots of all ranks whose expert this rank owns. list_pairs() puts
+/// them in the order (Peers::place() of the rank, slot), list_positions() in the order (place,
+/// token, expert, slot), which is that of positions (Metadata).
 struct PairList {
   std::int32_t* token;   ///< (rows) Peers::place() of its rank * max_tokens + its index on that
                          ///< rank; -1 past the last pair
@@ -85,9 +86,18 @@ struct PairWork {
 };
 /// Writes the number of pairs, which the other ranks have counted, to `total`.
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
-/// Fills the list. If there are more pairs than list.rows, it records a fault and alarms all ranks.
-/// After an earlier fault the list is empty.
+/// Fills the list, behind a wait_for() kPhaseRouting. If there are more pairs than list.rows, it
+/// records a fault and alarms all ranks; the list then has the first list.rows pairs. If the wait
+/// ended with a fault, the list is empty.
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream);
+/// As list_pairs(), in the order of positions. Writes also token_offsets (W * max_tokens + 1): the
+/// number of pairs before each token, at most list.rows.
+///
+/// The slots of ids are in token order, so a thread looks only at the K slots of its token. If a
+/// rank has sent a list of pairs instead, a thread looks at all of the rank's slots: a list of
+/// 65536 pairs then takes milliseconds.
+void list_positions(const PairWork& work, const PairList& list, std::int32_t* token_offsets,
+                    cudaStream_t stream);
 
 /// Rows of `hidden` elements of 16 bits. `hidden` is a multiple of 8.
 struct RowSource {

@@ -28,9 +28,11 @@
 //   sending   x 1 2 3 --->                  1 --->             2 3 --->
 #include <algorithm>
 
+#include "core/observer.h"
 #include "cuda/exchange/step.h"
 #include "cuda/layer/backward.h"
 #include "cuda/layer/moe.h"
+#include "cuda/metadata/position_pairs.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -303,8 +305,7 @@ struct Forward {
       : args(layer_args(run, a)),
         scratch(forward_scratch(run.layer, a.h.data != nullptr ? Pass::kForward : Pass::kInference,
                                 args.scratch.data)),
-        pass{run.layer,
-             metadata_layout(run.layer, a.h.data != nullptr ? args.saved.data : scratch.saved)},
+        pass{run.layer, run.metadata(a.h.data != nullptr ? args.saved.data : scratch.saved)},
         lora(lora_pass(run.layer, args.weights, args.lora, scratch.lora,
                        a.h.data != nullptr ? saved_p(run.layer, args.saved.data) : scratch.lora.p,
                        scratch.counters + kLoraCounters)) {}
@@ -336,7 +337,7 @@ struct Backward {
   Backward(const Run& run, const BackwardArgs& a)
       : args(layer_args(run, a)),
         scratch(backward_scratch(run.layer, *run.exchange.device->engine, args.scratch.data)),
-        pass{run.layer, metadata_layout(run.layer, args.saved.data)},
+        pass{run.layer, run.metadata(args.saved.data)},
         call(backward_call(pass, args, scratch, *run.exchange.device->engine)),
         aside(run.exec),
         beside(has_weight_grads(a.grads)) {
@@ -433,6 +434,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   const Exchange& e = run.exchange;
   const StepMemory& m = run.memory;
   const Forward f(run, args);
+  list_rows(run, f.pass.metadata);
   if (run.layer.capacity == 0) {
     run.wait({kPhaseRows}, run.stream);
     cuda::moe_forward(run.layer, f.args, run.exec);
@@ -447,9 +449,15 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
                    tensor2(f.scratch.y, run.layer.dtype, run.layer.capacity, run.layer.hidden));
   y.low_rank = down_term(f.lora);
   unsigned* counters = f.scratch.counters;
+  const MetadataWork work{f.scratch.metadata, counters, kCounterBytes / 4};
+  if (run.lists_positions()) {
+    observed(run.exec, "metadata", [&] {
+      sort_pairs(*e.device, run.layer, {m.pairs.expert, m.pairs.token}, f.pass.metadata, work,
+                 run.stream);
+    });
+  }
   launch([&](Steps& steps) {
-    steps.add("metadata",
-              BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
+    if (!run.lists_positions()) steps.add("metadata", BuildMetadata{f.args.routing, work});
     add_factor_copies(f.lora, steps);
   });
   const SplitLists lists = lists_of(run, true);

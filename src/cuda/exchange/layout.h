@@ -43,12 +43,16 @@ struct Control {
   std::uint32_t flags[kPhaseCount][kMaxRanks];
   std::uint32_t alarms[kMaxRanks];  ///< FaultCode of a rank that has a fault; 0: it has none
   std::int32_t slots[kMaxRanks];    ///< length of a rank's list of slots
+  std::int32_t top_k[kMaxRanks];    ///< slots of a token; 0: a list of pairs in any order
   // Written by this rank.
   std::uint32_t epochs[kPhaseCount];
   /// The value that the copy engines copy to the flags: the epoch, or after a fault the previous
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
-  std::uint32_t fault;       ///< FaultCode of this rank
+  std::uint32_t fault;  ///< FaultCode of this rank
+  /// 1: the last wait for kPhaseRouting ended with a fault, so the lists of slots may be
+  /// incomplete; 0: all of them have come.
+  std::uint32_t routing_lost;
   PushProgress push_slots;   ///< of slots, on the caller's stream
   PushProgress push;         ///< of rows and partial sums, on the sending stream
   PushProgress push_scores;  ///< of gradients of routing weights, on the stream `aside`

@@ -101,11 +101,6 @@ void begin_backward(const Run& run, const BackwardArgs& args) {
   if (again) copy_own(e, args.x, e.layout.x);
 }
 
-void list_rows(const Run& run) {
-  run.wait({kPhaseRouting}, run.stream);
-  list_pairs(pair_work(run.exchange, run.problem), run.memory.pairs, run.stream);
-}
-
 /// The gradients of routing weights arrive before the partial sums, and are taken while these
 /// travel.
 void take_scores(const Run& run, const BackwardArgs& args) {
@@ -185,6 +180,16 @@ StepMemory step_memory(const Problem& layer, const ExchangeStep& step) {
   return step_memory(layer, pass, {saved, scratch}, step.exec);
 }
 
+void list_rows(const Run& run, const Metadata& metadata) {
+  run.wait({kPhaseRouting}, run.stream);
+  const PairWork work = pair_work(run.exchange, run.problem);
+  if (run.lists_positions()) {
+    list_positions(work, run.memory.pairs, metadata.token_offsets, run.stream);
+  } else {
+    list_pairs(work, run.memory.pairs, run.stream);
+  }
+}
+
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec) {
   check_handle(exchange, exec);
@@ -221,9 +226,8 @@ std::int64_t exchange_rows(Exchange& exchange) {
 void exchange_compute(Exchange& exchange, const ExchangeStep& step) {
   exchange.step = step;
   run_part(exchange, ExchangePart::kFinish, [&](const Run& run) {
-    if (step.pass == Pass::kBackward) return compute_backward(run, step.backward);
-    list_rows(run);
-    compute_forward(run, step.forward);
+    step.pass == Pass::kBackward ? compute_backward(run, step.backward)
+                                 : compute_forward(run, step.forward);
   });
 }
 

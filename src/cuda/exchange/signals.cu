@@ -100,6 +100,11 @@ __global__ void __launch_bounds__(kMaxRanks)
         ptx::nanoseconds() + static_cast<std::uint64_t>(limits.nanoseconds);
   }
   __syncthreads();
+  if (threadIdx.x == 0 && phase == kPhaseRouting) {
+    // The blocks that make the list of pairs read this word. They would disagree about the fault
+    // itself, which a wait on another stream may set meanwhile.
+    peers.control(peers.rank)->routing_lost = has_fault(peers) ? 1 : 0;
+  }
   if (threadIdx.x == 0 && arrival != nullptr) ptx::release_one(arrival);
   ptx::launch_next_kernel();
   ptx::wait_for_previous_kernel();

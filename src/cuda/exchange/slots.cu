@@ -89,7 +89,9 @@ __global__ void __launch_bounds__(kThreads)
   ptx::launch_next_kernel();
   if (__syncthreads_or(has_fault(peers)) != 0) return;
   if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
-    peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
+    Control* control = peers.control(static_cast<int>(threadIdx.x));
+    control->slots[peers.rank] = slots.count;
+    control->top_k[peers.rank] = slots.token.data == nullptr ? slots.top_k : 0;
   }
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool used = i < slots.count;
@@ -110,80 +112,180 @@ __global__ void __launch_bounds__(kThreads)
 
 struct PairParams {
   SlotLists lists;
-  const std::int32_t* slots;  // of each rank
+  const Control* control;
   const std::int32_t* pair_counts;
   std::int64_t max_slots;
   std::int64_t max_tokens;
   std::int32_t chunks;  // of a rank
   std::int32_t ranks;
+  std::int32_t rank;
   std::int32_t first_expert;
   std::int32_t experts;  // of this rank
+};
 
-  /// The index among this rank's experts of the expert of slot i of rank s. Negative if there is no
-  /// such slot, if it is empty, or if its expert belongs to another rank.
-  __device__ int expert(int s, std::int64_t i) const {
-    if (i >= min(static_cast<std::int64_t>(slots[s]), max_slots)) return -1;
-    const int e = lists.expert[s * max_slots + i] - first_expert;
+/// The slots that one rank has sent. If the routing is lost (Control::routing_lost): none.
+struct SentSlots {
+  const std::int32_t* token;
+  const std::int32_t* expert;
+  const float* weight;
+  std::int32_t count;
+  std::int32_t top_k;  // 0: a list of pairs
+  std::int32_t first_expert;
+  std::int32_t experts;
+
+  __device__ SentSlots(const PairParams& p, int rank, bool lost)
+      : token(p.lists.token + rank * p.max_slots),
+        expert(p.lists.expert + rank * p.max_slots),
+        weight(p.lists.weight + rank * p.max_slots),
+        count(lost ? 0 : p.control->slots[rank]),
+        top_k(lost ? 1 : p.control->top_k[rank]),
+        first_expert(p.first_expert),
+        experts(p.experts) {}
+
+  /// The index among this rank's experts of the expert of slot i. Negative if there is no such
+  /// slot, if it is empty, or if its expert belongs to another rank.
+  __device__ int expert_at(int i) const {
+    if (i >= count) return -1;
+    const int e = expert[i] - first_expert;
     return e < experts ? e : -1;
   }
+  __device__ int token_at(int i) const { return top_k != 0 ? i / top_k : token[i]; }
+
+  /// How far the pair of slot i, with expert `own`, moves if this rank's pairs, which are in the
+  /// order of slots, are put in the order (token, expert, slot).
+  __device__ int move_of(int i, int own) const {
+    return top_k != 0 ? move_in_token(i, own) : move_in_list(i, own);
+  }
+  /// Of ids only the K slots of the token can move a pair.
+  __device__ int move_in_token(int i, int own) const {
+    const int begin = i / top_k * top_k;
+    int move = 0;
+#pragma unroll 4
+    for (int j = begin; j < begin + top_k; j++) {
+      const int other = expert[j] - first_expert;
+      if (other < 0 || other >= experts) continue;
+      move += (other < own || (other == own && j < i) ? 1 : 0) - (j < i ? 1 : 0);
+    }
+    return move;
+  }
+  __device__ int move_in_list(int i, int own) const {
+    const int own_token = token[i];
+    int move = 0;
+#pragma unroll 1
+    for (int j = 0; j < count; j++) {
+      const int other = expert_at(j);
+      if (other < 0) continue;
+      const int t = token[j];
+      const bool same = t == own_token;
+      const bool first = t < own_token || (same && other < own) || (same && other == own && j < i);
+      move += (first ? 1 : 0) - (j < i ? 1 : 0);
+    }
+    return move;
+  }
+  /// The number of pairs with tokens from `first` on, by a walk through all slots.
+  __device__ int pairs_from(int first) const {
+    int pairs = 0;
+#pragma unroll 1
+    for (int j = 0; j < count; j++) pairs += expert_at(j) >= 0 && token[j] >= first ? 1 : 0;
+    return pairs;
+  }
 };
 
-/// The number of pairs in the chunks before chunk `block`, and in all `blocks` chunks. All threads
-/// of a block must call it. The numbers are below 2^31, because the number of slots is.
+/// Numbers of pairs, whose slots are in the order of places. They are below 2^31, because the
+/// number of slots is.
 struct CountSums {
-  int before, all;
+  int before;   // this thread's slot
+  int through;  // up to the end of this block's rank
+  int all;
 };
-__device__ CountSums sum_counts(const std::int32_t* counts, int block, int blocks) {
-  int values[2] = {};
-  for (int b = threadIdx.x; b < blocks; b += kThreads) {
-    const int count = counts[b];
-    values[0] += b < block ? count : 0;
-    values[1] += count;
+/// All threads of a block must call it, with the block's chunk in the order of places and the
+/// number of pairs of the thread's own slot, 0 or 1.
+__device__ CountSums sum_counts(const PairParams& p, int chunk, int own) {
+  const int chunks = p.ranks * p.chunks;
+  const int first = p.rank * p.chunks;
+  const int end = (chunk / p.chunks + 1) * p.chunks;
+  int values[4] = {0, 0, 0, own};
+  for (int i = threadIdx.x; i < chunks; i += kThreads) {
+    const int count = p.pair_counts[i + first < chunks ? i + first : i + first - chunks];
+    values[0] += i < chunk ? count : 0;
+    values[1] += i < end ? count : 0;
+    values[2] += count;
   }
-  int totals[2];
+  int totals[4];
   block_prefix<kThreads>(values, totals);
-  return {totals[0], totals[1]};
+  return {totals[0] + values[3], totals[1], totals[2]};
 }
 
 __global__ void __launch_bounds__(kThreads)
-    sum_pairs_kernel(const std::int32_t* counts, int blocks, std::int64_t* total) {
-  const CountSums sums = sum_counts(counts, 0, blocks);
+    sum_pairs_kernel(const PairParams p, std::int64_t* total) {
+  const CountSums sums = sum_counts(p, 0, 0);
   if (threadIdx.x == 0) *total = sums.all;
 }
 
-/// Writes the list of pairs, a block for each chunk of each rank. A pair's index is the number of
-/// pairs in the chunks before its chunk, plus the number of pairs before it in its chunk. So the
-/// list does not depend on timing.
+/// kSlots: list_pairs(), kPositions: list_positions().
+enum class PairOrder { kSlots, kPositions };
+
+/// Writes the token_offsets of one rank's tokens from `out` on; `i` is the thread's slot.
+__device__ void write_offsets(const PairParams& p, const SentSlots& slots, int i,
+                              const CountSums& sums, int rows, std::int32_t* out) {
+  const std::int64_t threads = std::int64_t{p.chunks} * kThreads;
+  if (slots.top_k == 0) {
+    for (std::int64_t t = i; t < p.max_tokens; t += threads) {
+      out[t] = min(sums.through - slots.pairs_from(static_cast<int>(t)), rows);
+    }
+    return;
+  }
+  if (i < slots.count && i % slots.top_k == 0) out[i / slots.top_k] = min(sums.before, rows);
+  const std::int64_t used = slots.count / slots.top_k;
+  for (std::int64_t t = used + i; t < p.max_tokens; t += threads) {
+    out[t] = min(sums.through, rows);
+  }
+}
+
+/// Writes the list of pairs, a block for each chunk of each rank, ranks in the order of places. In
+/// the order of slots a pair's index is the number of pairs in the chunks before its chunk, plus
+/// the number of pairs before it in its chunk. So the list does not depend on timing. All blocks
+/// agree whether the routing is lost. If it is not, the lists of slots are complete, and each index
+/// below out.rows has one pair or is past the last one, even if a fault comes meanwhile.
+template <PairOrder kOrder>
 __global__ void __launch_bounds__(kThreads)
-    list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
-                      const WaitLimits limits) {
+    list_pairs_kernel(const PairParams p, const PairList out, std::int32_t* token_offsets,
+                      const __grid_constant__ Peers peers, const WaitLimits limits) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  const int s = static_cast<int>(blockIdx.x) / p.chunks;
-  const std::int64_t i =
-      static_cast<std::int64_t>(blockIdx.x - s * p.chunks) * kPairChunk + threadIdx.x;
-  // After a fault the list stays empty, because a late rank may still be writing its slots.
-  const bool fault = has_fault(peers);
-  const int expert = fault ? -1 : p.expert(s, i);
-  const CountSums sums =
-      sum_counts(p.pair_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  if (sums.all > out.rows && blockIdx.x == 0 && threadIdx.x == 0) {
+  const int place = static_cast<int>(blockIdx.x) / p.chunks;
+  const bool lost = p.control->routing_lost != 0;
+  const SentSlots slots(p, (p.rank + place) % p.ranks, lost);
+  const int i =
+      (static_cast<int>(blockIdx.x) - place * p.chunks) * kThreads + static_cast<int>(threadIdx.x);
+  const auto rows = static_cast<int>(out.rows);
+  const int expert = slots.expert_at(i);
+  const bool listed = expert >= 0;
+  // Before the sums, so that the loads of all three overlap.
+  const float weight = listed ? slots.weight[i] : 0.0f;
+  const int move = kOrder == PairOrder::kPositions && listed ? slots.move_of(i, expert) : 0;
+  CountSums sums = sum_counts(p, static_cast<int>(blockIdx.x), listed ? 1 : 0);
+  if (lost) sums = {0, 0, 0};
+  if (sums.all > rows && blockIdx.x == 0 && threadIdx.x == 0) {
     give_up(peers, limits, FaultCode::pack(kFaultOverflow, kPhaseRouting, peers.rank), peers.rank,
             sums.all);
   }
-  int count = 0;
-  const std::int64_t row = sums.before + block_prefix<kThreads>(expert >= 0 ? 1 : 0, &count);
-  if (expert >= 0 && row < out.rows) {
-    const std::int64_t at = s * p.max_slots + i;
-    const std::int64_t token = peers.place(s, peers.rank) * p.max_tokens + p.lists.token[at];
-    out.token[row] = static_cast<std::int32_t>(token);
-    out.expert[row] = expert;
-    out.weight[row] = p.lists.weight[at];
-    out.slot[row] = static_cast<std::int32_t>(i);
+  if constexpr (kOrder == PairOrder::kPositions) {
+    write_offsets(p, slots, i, sums, rows, token_offsets + place * p.max_tokens);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      token_offsets[p.ranks * p.max_tokens] = min(sums.all, rows);
+    }
   }
-  const int listed = fault ? 0 : sums.all;
-  for (std::int64_t empty = listed + blockIdx.x * kThreads + threadIdx.x; empty < out.rows;
-       empty += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+  const int row = sums.before + move;
+  if (listed && row < rows) {
+    out.token[row] = static_cast<std::int32_t>(place * p.max_tokens + slots.token_at(i));
+    out.expert[row] = expert;
+    out.weight[row] = weight;
+    out.slot[row] = i;
+  }
+  for (std::int64_t empty =
+           sums.all + static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       empty < rows; empty += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     out.token[empty] = -1;
     out.expert[empty] = -1;
     out.weight[empty] = 0.0f;
@@ -196,14 +298,24 @@ PairParams pair_params(const PairWork& w) {
   const Peers& p = w.peers;
   return {{p.own<std::int32_t>(layout.slot_token), p.own<std::int32_t>(layout.slot_expert),
            p.own<float>(layout.slot_weight)},
-          p.own<Control>(layout.control)->slots,
+          p.own<Control>(layout.control),
           p.own<std::int32_t>(layout.pair_counts),
           w.shape.max_slots,
           w.shape.max_tokens,
           static_cast<std::int32_t>(chunks_of(w.shape)),
           p.ranks,
+          p.rank,
           static_cast<std::int32_t>(p.rank * w.experts_per_rank),
           static_cast<std::int32_t>(w.experts_per_rank)};
+}
+
+template <class Kernel>
+void launch_list(const PairWork& work, const PairList& list, Kernel kernel,
+                 std::int32_t* token_offsets, cudaStream_t stream) {
+  const PairParams params = pair_params(work);
+  launch_dependent(*work.device, "launching the list of pairs", kernel,
+                   {static_cast<unsigned>(params.ranks * params.chunks), kThreads}, stream, params,
+                   list, token_offsets, work.peers, work.limits);
 }
 
 /// take_score_grads(). Blocks are small enough to run on a multiprocessor together with a block of
@@ -249,16 +361,17 @@ void send_slots(const Device& device, const Peers& peers, const ExchangeShape& s
 }
 
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
-  const PairParams params = pair_params(work);
-  launch("launching the number of pairs", sum_pairs_kernel, 1, kThreads, stream, params.pair_counts,
-         params.ranks * params.chunks, total);
+  launch("launching the number of pairs", sum_pairs_kernel, 1, kThreads, stream, pair_params(work),
+         total);
 }
 
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream) {
-  const PairParams params = pair_params(work);
-  launch_dependent(*work.device, "launching the list of pairs", list_pairs_kernel,
-                   {static_cast<unsigned>(params.ranks * params.chunks), kThreads}, stream, params,
-                   list, work.peers, work.limits);
+  launch_list(work, list, list_pairs_kernel<PairOrder::kSlots>, nullptr, stream);
+}
+
+void list_positions(const PairWork& work, const PairList& list, std::int32_t* token_offsets,
+                    cudaStream_t stream) {
+  launch_list(work, list, list_pairs_kernel<PairOrder::kPositions>, token_offsets, stream);
 }
 
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
@@ -274,12 +387,14 @@ void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnS
 
 void load_slot_kernels() {
   cudaFuncAttributes attributes;
-  for (const void* kernel : {reinterpret_cast<const void*>(mark_pairs_kernel),
-                             reinterpret_cast<const void*>(mark_ids_kernel),
-                             reinterpret_cast<const void*>(send_slots_kernel),
-                             reinterpret_cast<const void*>(sum_pairs_kernel),
-                             reinterpret_cast<const void*>(list_pairs_kernel),
-                             reinterpret_cast<const void*>(take_score_grads_kernel)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(mark_pairs_kernel),
+        reinterpret_cast<const void*>(mark_ids_kernel),
+        reinterpret_cast<const void*>(send_slots_kernel),
+        reinterpret_cast<const void*>(sum_pairs_kernel),
+        reinterpret_cast<const void*>(list_pairs_kernel<PairOrder::kSlots>),
+        reinterpret_cast<const void*>(list_pairs_kernel<PairOrder::kPositions>),
+        reinterpret_cast<const void*>(take_score_grads_kernel)}) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
   }
 }

@@ -56,6 +56,15 @@ struct Run {
   }
   /// Whether forward keeps the rows of x that have come, and backward does not send them again.
   bool keeps_rows() const { return exchange.step.kept_x.data != nullptr; }
+  /// Whether the list of pairs is in the order of positions (list_positions()): if this rank's own
+  /// routing is ids. Other ranks may have another form.
+  bool lists_positions() const { return problem.form == RoutingForm::kIds; }
+  /// The layer's metadata, from `base` on.
+  Metadata metadata(void* base) const {
+    Metadata m = metadata_layout(layer, base);
+    if (lists_positions()) m.position_slot = nullptr;
+    return m;
+  }
   Routing pairs() const {
     Routing routing;
     routing.token = tensor1(memory.pairs.token, DType::kI32, layer.capacity);
@@ -68,7 +77,10 @@ struct Run {
   }
 };
 
-/// The part kCompute of forward and backward, after the list of pairs is made: computes the layer
+/// Waits for the routing of all ranks, then makes the list of pairs, and token_offsets of
+/// `metadata` if the list is in the order of positions.
+void list_rows(const Run& run, const Metadata& metadata);
+/// The part kCompute of forward and backward: makes the list of pairs (forward), computes the layer
 /// and sends partial sums.
 void compute_forward(const Run& run, const ForwardArgs& args);
 void compute_backward(const Run& run, const BackwardArgs& args);

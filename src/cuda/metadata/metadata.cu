@@ -1,5 +1,6 @@
-// The launches of build_metadata. Ids are sorted by expert (expert_sort.cuh). Pairs are first put
-// in token order (pairs.cuh). Grouped rows need no sort.
+// The launches of build_metadata and sort_pairs. Ids are sorted by expert (expert_sort.cuh). Pairs
+// are first put in token order (pairs.cuh), unless they have it (sort_pairs). Grouped rows need no
+// sort.
 #include <algorithm>
 
 #include "cuda/device/carver.h"
@@ -8,6 +9,7 @@
 #include "cuda/metadata/expert_sort.cuh"
 #include "cuda/metadata/metadata.h"
 #include "cuda/metadata/pairs.cuh"
+#include "cuda/metadata/position_pairs.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -179,6 +181,28 @@ void build_grouped(const Device& device, const Problem& p, const Routing& routin
                    stream, out);
 }
 
+/// Without `positions`, except for their number.
+SortParams sort_params(const Problem& p, const SortPlan& plan, const MetadataScratch& scratch,
+                       const Metadata& out, const MetadataWork& work) {
+  SortParams params{};
+  params.table = scratch.table;
+  params.columns = columns_of(p);
+  params.chunk = static_cast<std::int32_t>(plan.chunk);
+  params.counters = {work.counters, work.counter_words};
+  params.out = out;
+  params.positions.count = row_capacity(p);
+  params.positions.experts = static_cast<std::int32_t>(p.experts);
+  return params;
+}
+
+void take_pairs(const Problem& p, const PositionPairs& pairs, const Metadata& out,
+                Positions* positions) {
+  auto* expert = const_cast<std::int32_t*>(pairs.expert);  // a view can also be written to
+  positions->expert = slot_view(tensor1(expert, DType::kI32, row_capacity(p)));
+  positions->token = pairs.token;
+  positions->valid = out.token_offsets + p.tokens;
+}
+
 void sort_by_expert(const Device& device, const SortParams& params, const SortPlan& plan,
                     cudaStream_t stream) {
   const char* what = "launching the routing metadata";
@@ -228,28 +252,25 @@ void build_metadata(const Device& device, const Problem& p, const Routing& routi
     return;
   }
   const MetadataScratch s = scratch_layout(p, work.scratch);
-  const std::int64_t capacity = row_capacity(p);
-  const SortPlan plan = sort_plan(capacity);
-  SortParams params{};
-  params.table = s.table;
-  params.columns = columns_of(p);
-  params.chunk = static_cast<std::int32_t>(plan.chunk);
-  params.counters = {work.counters, work.counter_words};
-  params.out = out;
-  Positions& positions = params.positions;
-  positions.count = capacity;
-  positions.experts = static_cast<std::int32_t>(p.experts);
+  const SortPlan plan = sort_plan(row_capacity(p));
+  SortParams params = sort_params(p, plan, s, out, work);
   if (p.form == RoutingForm::kIds) {
-    positions.expert = slot_view(routing.ids);
-    positions.top_k = static_cast<std::int32_t>(p.top_k);
+    params.positions.expert = slot_view(routing.ids);
+    params.positions.top_k = static_cast<std::int32_t>(p.top_k);
   } else {
     order_by_token(device, p, routing, out, s.pairs, stream);
     params.ranges = s.pairs.zero.ranges;
-    positions.expert = slot_view(tensor1(s.pairs.position_expert, DType::kI32, capacity));
-    positions.token = s.pairs.position_token;
-    positions.slot = out.position_slot;
-    positions.valid = out.token_offsets + p.tokens;
+    take_pairs(p, {s.pairs.position_expert, s.pairs.position_token}, out, &params.positions);
+    params.positions.slot = out.position_slot;
   }
+  sort_by_expert(device, params, plan, stream);
+}
+
+void sort_pairs(const Device& device, const Problem& p, const PositionPairs& pairs,
+                const Metadata& out, const MetadataWork& work, cudaStream_t stream) {
+  const SortPlan plan = sort_plan(row_capacity(p));
+  SortParams params = sort_params(p, plan, scratch_layout(p, work.scratch), out, work);
+  take_pairs(p, pairs, out, &params.positions);
   sort_by_expert(device, params, plan, stream);
 }
 

@@ -25,7 +25,7 @@ struct Metadata {
   std::int32_t* row_token;      ///< (C) token of a row; unset if the row has no expert
   std::int32_t* row_slot;       ///< (C) slot of a row; unset as row_token
   std::int32_t* position_row;   ///< (C) row of a position, -1 if it has none
-  std::int32_t* position_slot;  ///< (C) slot of a position; for pairs only, else null
+  std::int32_t* position_slot;  ///< (C) slot of a position; null: the position itself
   std::int32_t* token_offsets;  ///< (T+1) first position of a token; for pairs only, else null
   std::int32_t* expert_begin;   ///< (E)
   std::int32_t* expert_rows;    ///< (E)
