@@ -87,7 +87,8 @@ target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
 
-# A part of the device tests: seconds to two minutes each. `cases` selects those of the harness.
+# A part of the device tests: seconds to two minutes each. `cases` selects those of the harness. Of
+# cases that differ only in dtype and data, long tests run a part, on the next day the other one.
 # ctest starts the tests of most seconds first.
 function(add_emulated_test name seconds filter cases)
   add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
@@ -106,7 +107,7 @@ set(parts 3)
 foreach(part RANGE 1 ${parts})
   add_emulated_test(HopperEngine${part} 90 "Each/Cuda.PassesTheHarness/hopper" "")
   set_property(TEST Emulated.HopperEngine${part} APPEND PROPERTY ENVIRONMENT
-               "SONICMOE_PART=${part}/${parts}" "SONICMOE_WITHOUT=${rounding}")
+               "SONICMOE_PART=${part}/${parts}" "SONICMOE_WITHOUT=${rounding}" SONICMOE_TURN=today)
 endforeach()
 # Both engines use the same kernels for routing and rounding. HopperEngine has tested them, so these
 # tests run only some cases of routing and none of rounding. n = 248 has two tiles of gate and up
@@ -119,6 +120,9 @@ add_emulated_test(
   PortableShapes 70 ${portable}
   "wide/n248 shape/ grads/ layout gemm lora/frozen lora/only edges sentinels/ shuffled/ repeated/ no_tokens"
 )
+foreach(name PortableActivations PortableShapes)
+  set_property(TEST Emulated.${name} APPEND PROPERTY ENVIRONMENT SONICMOE_TURN=today)
+endforeach()
 # The engine blackwell does not serve 9.0.
 set(serving -*/blackwell)
 add_emulated_test(Graphs 5 "Each/CudaGraph.*${serving}" "")
@@ -189,6 +193,7 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
                    $<TARGET_FILE:sonicmoe_emulated_tests>)
   add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
+  set_property(TEST Emulated.BlackwellActivations APPEND PROPERTY ENVIRONMENT SONICMOE_TURN=today)
   add_capability_test(BlackwellFp8 15 10.0 ${blackwell}
                       "fp8/shape/d256_n384 fp8/shape/tail_d128_n320 fp8/shape/tail_d448 fp8/routing/ids_edges")
   set_property(TEST Emulated.BlackwellFp8 APPEND PROPERTY ENVIRONMENT "SONICMOE_WITHOUT=roundings")

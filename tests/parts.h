@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <functional>
+#include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -16,6 +18,38 @@ inline Implementation for_part(Implementation implementation, std::size_t number
                                std::size_t parts) {
   implementation.serves = [=, serves = implementation.serves](const Case& c) {
     return std::hash<std::string>()(c.name) % parts + 1 == number && (!serves || serves(c));
+  };
+  return implementation;
+}
+
+/// The name of a case without its dtype and data.
+inline std::string without_variant(const Case& c) {
+  static const std::set<std::string> kVariants{"bf16",     "f16",       "f32",   "f64",
+                                               "integers", "roundings", "random"};
+  std::istringstream name(c.name);
+  std::string rest;
+  for (std::string word; std::getline(name, word, '/');) {
+    if (!kVariants.contains(word)) rest += "/" + word;
+  }
+  return rest;
+}
+
+/// The day on which a case has its turn: an even one, 0, or an odd one, 1. Cases that differ only
+/// in data have different turns if one has random data, and so have such cases in bf16 and in fp16.
+inline int turn_of(const Case& c) {
+  return (c.data == Data::kRandom) != (c.problem.dtype == DType::kF16) ? 1 : 0;
+}
+
+/// The implementation, on even days (`turn` 0) or odd days (1), for the cases that have their turn.
+/// A case runs on all days if the implementation serves no case of the other turn that differs from
+/// it only in dtype and data. So each shape runs each day.
+inline Implementation for_turn(Implementation implementation, int turn, Extent extent) {
+  std::set<std::string> runs;
+  for (const Case& c : all_cases(extent, "")) {
+    if (turn_of(c) == turn && serves(implementation, c)) runs.insert(without_variant(c));
+  }
+  implementation.serves = [=, serves = implementation.serves](const Case& c) {
+    return (turn_of(c) == turn || !runs.contains(without_variant(c))) && (!serves || serves(c));
   };
   return implementation;
 }
