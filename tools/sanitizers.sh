@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds with sanitizers and runs their tests with what other work leaves of the cores. To be started
-# by setsid: Linux first divides time between sessions (/proc/self/autogroup), then by `nice`.
+# Builds with sanitizers and runs their tests with what other work leaves of the cores. Runs in a
+# session of its own: Linux first divides time between sessions (autogroup), then by `nice`.
 set -euo pipefail
+[ "${1:-}" = session ] || exec setsid --wait "$0" session
 cd "$(dirname "$0")/.."
 
 readonly NICE=10
