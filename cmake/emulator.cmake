@@ -87,9 +87,9 @@ target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
 
-# A part of the device tests: seconds to two minutes each. `cases` selects those of the harness. Of
-# cases that differ only in dtype and data, long tests run a part, on the next day the other one.
-# ctest starts the tests of most seconds first.
+# A part of the device tests: seconds to two minutes each. `cases` selects those of the harness. The
+# longest tests run some of the cases on even days and some on odd days (SONICMOE_TURN). ctest starts
+# the tests of most seconds first.
 function(add_emulated_test name seconds filter cases)
   add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
   set_tests_properties(

@@ -49,7 +49,7 @@ class Parser {
     return std::move(module_);
   }
 
-  /// If the text is that of a kernel.
+  /// The text must be that of one kernel (KernelText::text).
   Function parse_kernel(const std::vector<Variable>& outside) {
     parse_head();
     scopes_.assign(1, {});

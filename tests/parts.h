@@ -34,15 +34,14 @@ inline std::string without_variant(const Case& c) {
   return rest;
 }
 
-/// The day on which a case has its turn: an even one, 0, or an odd one, 1. Cases that differ only
-/// in data have different turns if one has random data, and so have such cases in bf16 and in fp16.
+/// 1, a turn on odd days: random data, but in fp16 integers and roundings. 0, on even days: the
+/// others.
 inline int turn_of(const Case& c) {
   return (c.data == Data::kRandom) != (c.problem.dtype == DType::kF16) ? 1 : 0;
 }
 
-/// The implementation, on even days (`turn` 0) or odd days (1), for the cases that have their turn.
-/// A case runs on all days if the implementation serves no case of the other turn that differs from
-/// it only in dtype and data. So each shape runs each day.
+/// The implementation, for the cases of `turn`, and for a case of the other turn if no case of
+/// `turn` differs from it only in dtype and data. So each shape runs each day.
 inline Implementation for_turn(Implementation implementation, int turn, Extent extent) {
   std::set<std::string> runs;
   for (const Case& c : all_cases(extent, "")) {

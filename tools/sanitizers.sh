@@ -2,7 +2,12 @@
 # Builds with sanitizers and runs their tests with what other work leaves of the cores. Runs in a
 # session of its own: Linux first divides time between sessions (autogroup), then by `nice`.
 set -euo pipefail
-[ "${1:-}" = session ] || exec setsid --wait "$0" session
+if [ "${1:-}" != session ]; then
+  setsid "$0" session &
+  trap 'kill -- -$! 2>/dev/null || true' EXIT # also if this is stopped
+  wait $!
+  exit
+fi
 cd "$(dirname "$0")/.."
 
 readonly NICE=10

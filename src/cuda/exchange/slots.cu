@@ -151,8 +151,8 @@ struct SentSlots {
   }
   __device__ int token_at(int i) const { return top_k != 0 ? i / top_k : token[i]; }
 
-  /// How far the pair of slot i, with expert `own`, moves if this rank's pairs, which are in the
-  /// order of slots, are put in the order (token, expert, slot).
+  /// Slot i has expert `own` and is a pair. Returns its index among the pairs in the order (token,
+  /// expert, slot), minus its index in the order of slots.
   __device__ int move_of(int i, int own) const {
     return top_k != 0 ? move_in_token(i, own) : move_in_list(i, own);
   }
