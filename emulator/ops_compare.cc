@@ -88,7 +88,7 @@ struct Comparison {
 
 template <class Test, class T>
 Comparison comparison_of() {
-  return {for_host<&run_setp<Test, T>>(), for_host<&run_set<Test, T>>(), sizeof(T)};
+  return {for_host<&run_setp<Test, T>>(), &run_set<Test, T>, sizeof(T)};
 }
 
 // Tests.
