@@ -23,8 +23,9 @@ if [[ $poison == *[[:space:]:]* ]]; then # LD_PRELOAD cannot contain such a path
   trap 'rm -f "$copy"' EXIT
   cp "$poison" "$copy" && poison=$copy
 fi
-# Processes of torch take about 1 GiB each. Tests on a GPU have it to themselves.
-workers=$(($(nproc) < 4 ? $(nproc) : 4))
+# One worker more than cores, because ranks wait for each other; processes of torch take about 1 GiB
+# each. Tests on a GPU have it to themselves.
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 if nvidia-smi -L >/dev/null 2>&1; then workers=0; fi
 check "Python tests" env SONICMOE_POISON=1 LD_PRELOAD="$poison" \
   python -m pytest -q tests/python -n "$workers" --dist loadfile --no-loadscope-reorder
