@@ -22,6 +22,8 @@ target_compile_options(sonicmoe_emulator PRIVATE -O3 -fno-semantic-interposition
 set_source_files_properties(emulator/matrix_product.cc PROPERTIES COMPILE_OPTIONS
                                                                         -ffp-contract=fast)
 target_link_libraries(sonicmoe_emulator PRIVATE sonicmoe_options Threads::Threads)
+precompile_headers(sonicmoe_emulator PRIVATE <algorithm> <functional> <map> <memory> <mutex> <string>
+                   <vector>)
 target_link_options(sonicmoe_emulator PRIVATE -Wl,--no-undefined -Wl,-Bsymbolic-functions)
 set_target_properties(
   sonicmoe_emulator
@@ -82,14 +84,14 @@ add_executable(
   ${emulated_objects}
   ${emulated_ptx})
 target_link_libraries(sonicmoe_emulated_tests PRIVATE sonicmoe_emulator Threads::Threads
-                                                      GTest::gtest GTest::gtest_main)
+                                                      GTest::gtest)
 target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
 
 # A part of the device tests: seconds to two minutes each. `cases` selects those of the harness. The
-# longest tests run some of the cases on even days and some on odd days (SONICMOE_TURN). ctest starts
-# the tests of most seconds first.
+# longest tests run a part of them if SONICMOE_DAY is set (takes_turns()). ctest starts the tests of
+# most seconds first.
 function(add_emulated_test name seconds filter cases)
   add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
   set_tests_properties(
@@ -97,7 +99,17 @@ function(add_emulated_test name seconds filter cases)
     PROPERTIES TIMEOUT 1200
                COST ${seconds}
                ENVIRONMENT "SONICMOE_FILTER=${cases}"
+               ENVIRONMENT_MODIFICATION SONICMOE_DAY=unset:
                FAIL_REGULAR_EXPRESSION "Running 0 tests|SKIPPED")
+endfunction()
+# Lets a test run the cases of the day SONICMOE_DAY, if this variable is set.
+function(takes_turns name)
+  set_property(TEST Emulated.${name} PROPERTY ENVIRONMENT_MODIFICATION "")
+endfunction()
+# The same, and lets it run every second one of its tests.
+function(takes_turns_by_test name)
+  takes_turns(${name})
+  set_property(TEST Emulated.${name} APPEND PROPERTY ENVIRONMENT SONICMOE_TURNS=2)
 endfunction()
 add_emulated_test(Fp8 10 "CudaFp8.*-CudaFp8.EveryRunHasTheSameBits" "")
 # Token rounding over 1000 experts and more takes the longest. The six cases of 14 that are left have
@@ -107,7 +119,8 @@ set(parts 3)
 foreach(part RANGE 1 ${parts})
   add_emulated_test(HopperEngine${part} 90 "Each/Cuda.PassesTheHarness/hopper" "")
   set_property(TEST Emulated.HopperEngine${part} APPEND PROPERTY ENVIRONMENT
-               "SONICMOE_PART=${part}/${parts}" "SONICMOE_WITHOUT=${rounding}" SONICMOE_TURN=today)
+               "SONICMOE_PART=${part}/${parts}" "SONICMOE_WITHOUT=${rounding}")
+  takes_turns(HopperEngine${part})
 endforeach()
 # Both engines use the same kernels for routing and rounding. HopperEngine has tested them, so these
 # tests run only some cases of routing and none of rounding. n = 248 has two tiles of gate and up
@@ -120,9 +133,8 @@ add_emulated_test(
   PortableShapes 70 ${portable}
   "wide/n248 shape/ grads/ layout gemm lora/frozen lora/only edges sentinels/ shuffled/ repeated/ no_tokens"
 )
-foreach(name PortableActivations PortableShapes)
-  set_property(TEST Emulated.${name} APPEND PROPERTY ENVIRONMENT SONICMOE_TURN=today)
-endforeach()
+takes_turns(PortableActivations)
+takes_turns(PortableShapes)
 # The engine blackwell does not serve 9.0.
 set(serving -*/blackwell)
 add_emulated_test(Graphs 5 "Each/CudaGraph.*${serving}" "")
@@ -145,6 +157,9 @@ add_emulated_test(
 add_emulated_test(ExchangeBetweenProcesses 15 "ExchangeProcesses.*" "")
 add_emulated_test(ExchangeOfRanks 70
                   "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange:*.PortableEngine" "")
+foreach(name Packed Exchange ExchangeKept ExchangeOfRanks ExchangeRepeats)
+  takes_turns_by_test(${name})
+endforeach()
 
 # Code for other architectures, on devices of other capabilities: A100 (8.0), GPUs of 8.6, which run
 # the code for 8.0 with less shared memory, B200 (10.0) and RTX 5090 (12.0). The cases have every
@@ -166,22 +181,22 @@ if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable86 10 8.6 ${portable} "${some_cases}")
   add_capability_test(Packed80 20 8.0 "CudaPacked.*:Each/CudaPackedLayer.*/portable" "")
   add_capability_test(Routing80 15 8.0 "CudaRouting.TopK*:CudaRouter.AnError*" "")
+  takes_turns_by_test(Packed80)
+  takes_turns_by_test(Routing80)
 endif()
 if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable100 10 10.0 ${portable} "${some_cases}")
   # Of the engine blackwell: every product, all activations, experts of 0 to 511 rows, and sums beside
   # weight gradients.
   set(blackwell "Each/Cuda.PassesTheHarness/blackwell")
-  foreach(seed 1 2 3)
-    add_capability_test(Blackwell${seed} 15 10.0 ${blackwell}
-                        "${some_cases} routing/grouped_edges routing/ids_more_edges_k2 routing/ids_sentinels_k11/bf16")
-    set_property(TEST Emulated.Blackwell${seed} APPEND PROPERTY ENVIRONMENT
-                                                                "SONICMOE_EMULATED_SEED=${seed}")
-  endforeach()
-  # A third of the changes, another one each day: all of them take two to three minutes of two cores.
+  add_capability_test(Blackwell 35 10.0 ${blackwell}
+                      "${some_cases} routing/grouped_edges routing/ids_more_edges_k2 routing/ids_sentinels_k11/bf16")
+  set_property(TEST Emulated.Blackwell APPEND PROPERTY ENVIRONMENT
+                                                       SONICMOE_EMULATED_SEED=today/3)
+  # A sixth of the changes, others each day: all of them take two to three minutes of two cores.
   add_test(NAME Emulated.BlackwellMutations
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_mutations.py
-                   $<TARGET_FILE:sonicmoe_emulated_tests> --share today/3)
+                   $<TARGET_FILE:sonicmoe_emulated_tests> --share today/6)
   set_tests_properties(Emulated.BlackwellMutations PROPERTIES TIMEOUT 1800 COST 100)
   add_capability_test(BlackwellExchange 15 10.0 "ExchangeHarness.BlackwellEngine" "")
   add_capability_test(BlackwellExchangeFp8 20 10.0
@@ -193,7 +208,7 @@ if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/blackwell_faults.py
                    $<TARGET_FILE:sonicmoe_emulated_tests>)
   add_capability_test(BlackwellActivations 40 10.0 ${blackwell} "activation")
-  set_property(TEST Emulated.BlackwellActivations APPEND PROPERTY ENVIRONMENT SONICMOE_TURN=today)
+  takes_turns(BlackwellActivations)
   add_capability_test(BlackwellFp8 15 10.0 ${blackwell}
                       "fp8/shape/d256_n384 fp8/shape/tail_d128_n320 fp8/shape/tail_d448 fp8/routing/ids_edges")
   set_property(TEST Emulated.BlackwellFp8 APPEND PROPERTY ENVIRONMENT "SONICMOE_WITHOUT=roundings")
@@ -204,4 +219,5 @@ endif()
 if(120 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   add_capability_test(Portable120 30 12.0 ${portable} "${more_cases}")
   add_capability_test(Packed120 20 12.0 "CudaPacked.*:Each/CudaPackedLayer.*/portable" "")
+  takes_turns_by_test(Packed120)
 endif()

@@ -1,12 +1,19 @@
 // Parts of the harness's cases.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <map>
+#include <optional>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "verify/harness.h"
 
@@ -22,35 +29,64 @@ inline Implementation for_part(Implementation implementation, std::size_t number
   return implementation;
 }
 
-/// The name of a case without its dtype and data.
-inline std::string without_variant(const Case& c) {
+/// What a case tests apart from its variant: its name without dtype and data, and for routing
+/// without options and rounding mode, too.
+inline std::string shape_of(const Case& c) {
   static const std::set<std::string> kVariants{"bf16",     "f16",       "f32",   "f64",
                                                "integers", "roundings", "random"};
   std::istringstream name(c.name);
-  std::string rest;
+  std::string shape;
   for (std::string word; std::getline(name, word, '/');) {
-    if (!kVariants.contains(word)) rest += "/" + word;
+    const bool is_mode = word.find("_tile") != word.npos;
+    if (!is_mode && !kVariants.contains(word)) shape += "/" + word.substr(0, word.find("_options"));
   }
-  return rest;
+  return shape;
 }
 
-/// 1, a turn on odd days: random data, but in fp16 integers and roundings. 0, on even days: the
-/// others.
-inline int turn_of(const Case& c) {
-  return (c.data == Data::kRandom) != (c.problem.dtype == DType::kF16) ? 1 : 0;
-}
+/// Days after which for_day() has run every case.
+constexpr std::int64_t kDaysForAllCases = 4;
 
-/// The implementation, for the cases of `turn`, and for a case of the other turn if no case of
-/// `turn` differs from it only in dtype and data. So each shape runs each day.
-inline Implementation for_turn(Implementation implementation, int turn, Extent extent) {
-  std::set<std::string> runs;
+/// The implementation, for the cases of a day: each shape with a quarter of its variants, at least
+/// one, and with others on the next day. Which variants come first depends on the shape and on the
+/// implementation's name, so that each day has some shapes of each variant.
+inline Implementation for_day(Implementation implementation, std::int64_t day, Extent extent) {
+  std::map<std::string, std::vector<std::string>> variants;
   for (const Case& c : all_cases(extent, "")) {
-    if (turn_of(c) == turn && serves(implementation, c)) runs.insert(without_variant(c));
+    if (serves(implementation, c)) variants[shape_of(c)].push_back(c.name);
+  }
+  std::set<std::string> today;
+  for (const auto& [shape, names] : variants) {
+    const std::size_t count = (names.size() + kDaysForAllCases - 1) / kDaysForAllCases;
+    const std::size_t first = std::hash<std::string>()(implementation.name + shape) % names.size();
+    for (std::size_t i = 0; i < count; i++) {
+      today.insert(names[(first + day * count + i) % names.size()]);
+    }
   }
   implementation.serves = [=, serves = implementation.serves](const Case& c) {
-    return (turn_of(c) == turn || !runs.contains(without_variant(c))) && (!serves || serves(c));
+    return today.contains(c.name) && (!serves || serves(c));
   };
   return implementation;
+}
+
+/// The number of the day SONICMOE_DAY, which is `today` or a number; none without this variable.
+inline std::optional<std::int64_t> day_asked() {
+  const char* asked = std::getenv("SONICMOE_DAY");
+  if (asked == nullptr) return std::nullopt;
+  const std::string day(asked);
+  if (day == "today") {
+    const auto days = std::chrono::floor<std::chrono::days>(std::chrono::system_clock::now());
+    return days.time_since_epoch().count();
+  }
+  if (day.empty() || day.size() > 9 || day.find_first_not_of("0123456789") != day.npos) {
+    throw std::invalid_argument("SONICMOE_DAY is '" + day + "' but must be today or a number");
+  }
+  return std::stoll(day);
+}
+
+/// The implementation, for the cases of the day that is asked for; without a day for all cases.
+inline Implementation for_day_asked(Implementation implementation, Extent extent) {
+  const std::optional<std::int64_t> day = day_asked();
+  return day ? for_day(std::move(implementation), *day, extent) : implementation;
 }
 
 /// The implementation, in builds with sanitizers for a part of the cases: there all would take ten

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import zipfile
 from pathlib import Path
@@ -48,6 +49,14 @@ def add_package(site, name, version):
     info = site / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(metadata(name, version))
+
+
+def turn(number, of):
+    """Leaves a test to each `of`-th day, from day `number` on, if SONICMOE_DAY is today."""
+    other = int(time.time()) // 86400 % of != number
+    return unittest.skipIf(
+        os.environ.get("SONICMOE_DAY") == "today" and other, "another day's turn"
+    )
 
 
 class SetupTest(unittest.TestCase):
@@ -115,6 +124,7 @@ class SetupTest(unittest.TestCase):
         said = subprocess.run([commands / "python", "-c", where], capture_output=True, text=True)
         self.assertTrue(said.stdout.startswith(str(other)), said)
 
+    @turn(0, of=2)
     def test_the_demo_installs_no_packages_of_tests(self):
         other = self.other_environment()
         commands = self.set_up_beside(other, "demo")
@@ -126,6 +136,7 @@ class SetupTest(unittest.TestCase):
         self.set_up_beside(other, reused=False)  # does nothing
         self.assertFalse((commands / "ninja").exists())
 
+    @turn(1, of=2)
     def test_the_triton_of_a_torch_for_cuda_stays(self):
         other = self.other_environment()
         (site,) = other.glob("lib/python3*/site-packages")

@@ -1,6 +1,7 @@
 #include "runtime/configuration.h"
 
 #include <charconv>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
@@ -15,10 +16,8 @@ namespace {
   std::_Exit(EXIT_FAILURE);
 }
 
-std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t least,
+std::uint64_t number_of(const char* name, const char* value, std::uint64_t least,
                         std::uint64_t most) {
-  const char* value = std::getenv(name);
-  if (value == nullptr) return otherwise;
   const std::string_view text(value);
   std::uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -29,6 +28,23 @@ std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t
     end_program();
   }
   return number;
+}
+
+std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t least,
+                        std::uint64_t most) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : number_of(name, value, least, most);
+}
+
+/// A number, or with `today/N` another number from 1 to N each day.
+std::uint64_t seed_or(const char* name, std::uint64_t otherwise) {
+  constexpr std::string_view kToday = "today/";
+  const char* value = std::getenv(name);
+  if (value == nullptr) return otherwise;
+  if (!std::string_view(value).starts_with(kToday)) return number_of(name, value, 0, UINT64_MAX);
+  const auto day = std::chrono::floor<std::chrono::days>(std::chrono::system_clock::now());
+  const std::uint64_t seeds = number_of(name, value + kToday.size(), 1, UINT64_MAX);
+  return 1 + static_cast<std::uint64_t>(day.time_since_epoch().count()) % seeds;
 }
 
 std::string dotted(int capability) {
@@ -64,7 +80,7 @@ const Configuration& configuration() {
     c.devices = static_cast<int>(number_or("SONICMOE_EMULATED_GPUS", c.devices, 0, kMostDevices));
     c.multiprocessors = static_cast<int>(
         number_or("SONICMOE_EMULATED_MULTIPROCESSORS", c.multiprocessors, 1, 1024));
-    c.seed = number_or("SONICMOE_EMULATED_SEED", c.seed, 0, UINT64_MAX);
+    c.seed = seed_or("SONICMOE_EMULATED_SEED", c.seed);
     c.patience_s =
         static_cast<int>(number_or("SONICMOE_EMULATED_PATIENCE", c.patience_s, 1, 86400));
     if (const char* spot = std::getenv("SONICMOE_EMULATED_WITHOUT")) c.without = spot;

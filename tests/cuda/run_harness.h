@@ -1,14 +1,13 @@
 // Runs the harness on a device. SONICMOE_FILTER selects the cases whose names contain it, or one of
 // its words if it has spaces; SONICMOE_EXTENT=full runs the large ones too. SONICMOE_WITHOUT leaves
 // out the cases whose names contain one of its words. SONICMOE_PART=1/3 runs every third case: 1/3,
-// 2/3 and 3/3 together run all. SONICMOE_TURN=0, 1 or today: of cases that differ only in dtype and
-// data it runs a part, the other part with the other number (for_turn()).
+// 2/3 and 3/3 together run all. SONICMOE_DAY=today or a number: of cases that differ only in dtype
+// and data it runs a part, another part with the next number (for_day()).
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <iterator>
@@ -63,17 +62,6 @@ inline Implementation without(Implementation implementation, const std::string& 
   return implementation;
 }
 
-/// The implementation, for the cases of SONICMOE_TURN.
-inline Implementation for_turn(Implementation implementation, const std::string& turn,
-                               Extent extent) {
-  if (turn != "0" && turn != "1" && turn != "today") {
-    throw std::invalid_argument("SONICMOE_TURN is '" + turn + "' but must be 0, 1 or today");
-  }
-  const auto days = std::chrono::floor<std::chrono::days>(std::chrono::system_clock::now());
-  const auto today = static_cast<int>(days.time_since_epoch().count() % 2);
-  return for_turn(std::move(implementation), turn == "today" ? today : turn == "1" ? 1 : 0, extent);
-}
-
 inline void expect_harness_passes(const Exec& exec) {
   constexpr std::size_t kMostLines = 40;
   VerifyOptions options;
@@ -91,9 +79,8 @@ inline void expect_harness_passes(const Exec& exec) {
   };
   const char* part = std::getenv("SONICMOE_PART");
   const char* left_out = std::getenv("SONICMOE_WITHOUT");
-  const char* turn = std::getenv("SONICMOE_TURN");
-  Implementation all = without(cuda_implementation(exec), left_out ? left_out : "");
-  if (turn != nullptr) all = for_turn(std::move(all), turn, options.extent);
+  const Implementation all =
+      for_day_asked(without(cuda_implementation(exec), left_out ? left_out : ""), options.extent);
   const auto results = verify_words(options, filter == nullptr ? "" : filter,
                                     for_part(all, part ? part : "1/1"), progress);
   std::cout << results.size() << " cases, " << failed << " failed, worst ratio " << worst

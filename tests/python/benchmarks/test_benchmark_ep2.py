@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from days import turn
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -44,6 +45,7 @@ def a_record():
     return found | {"dispatch_gbs": 371.0, "combine_gbs": 372.0}
 
 
+@turn(2, of=3)
 @pytest.mark.slow
 def test_every_rival_has_our_results(tmp_path, ep2):
     out = tmp_path / "ep2.json"

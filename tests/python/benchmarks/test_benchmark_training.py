@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from days import turn
 
 pytest.importorskip("torchtitan.models.common.moe", reason="needs torchtitan 0.3")
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -21,6 +22,7 @@ def bench():
     return model, profile
 
 
+@turn(1, of=3)
 @pytest.mark.slow
 def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     out = tmp_path / "training.json"
@@ -44,6 +46,7 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     assert kinds == ["SonicRoutedExperts", "RoutedExperts"]
 
 
+@turn(1, of=3)
 @pytest.mark.slow
 def test_parameters_that_stay_gathered_change_no_loss(tmp_path, bench):
     """Two ranks with divided experts, several micro-batches a step. If FSDP2 did not gather the

@@ -10,6 +10,7 @@ import pytest
 import quality_study
 import torch
 from cuda_support import needs_cuda
+from days import turn
 from lm.errors import UserError
 from quality import pool, report, text, times, train
 from quality.graphs import EAGER_CALLS, Replayed
@@ -260,6 +261,7 @@ def test_the_names_of_kernels_are_short():
     assert times.short_name("Memset (Device)") == "Memset"
 
 
+@turn(0, of=2)
 def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     out = tmp_path / "study"
     given = ["rounding", "finetune", "--text", str(parts), "--out", str(out), *TINY]

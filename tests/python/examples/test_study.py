@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from days import turn
 from demo_support import EXAMPLES, TINY, flags, write_text
 from lm import study
 from lm.config import Config
@@ -107,6 +108,7 @@ def arguments(tmp_path, **settings):
     return ["--seeds", "2", "--ratios", "4", "--modes", "nearest", *flags(**given)]
 
 
+@turn(1, of=2)
 def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
     given = arguments(tmp_path, steps=4)
     assert main(given) == 0

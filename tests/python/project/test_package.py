@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sonicmoe_cpp
 import torch
+from days import turn
 from packaging.requirements import Requirement
 from sonicmoe_cpp import _library
 
@@ -211,6 +212,7 @@ print(smoe.__version__, smoe.__file__)
 """
 
 
+@turn(1, of=2)
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_no_other_library(wheel, tmp_path):
     tag = r"linux_x86_64"
@@ -232,6 +234,7 @@ def test_the_wheel_holds_the_package_and_no_other_library(wheel, tmp_path):
     assert_nothing_new(tmp_path / "sonicmoe_cpp/libsonicmoe_torch.so")
 
 
+@turn(1, of=2)
 @pytest.mark.slow
 def test_the_wheel_works_where_only_torch_is_installed(wheel, tmp_path):
     python = environment_with_torch(tmp_path / "venv")

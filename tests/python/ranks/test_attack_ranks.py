@@ -5,11 +5,12 @@ import time
 
 import attack_ranks
 import pytest
+from days import of_today
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("over", ["gloo", "stand-in"])
+@pytest.mark.parametrize("over", of_today(["gloo", "stand-in"]))
 def test_some_attacks(over):
     """Ends after 15 seconds. The seed is a random one, unless SONICMOE_ATTACK_SEED is given."""
     first = int(os.environ.get("SONICMOE_ATTACK_SEED", time.time_ns() // 1000 % 10**6))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from days import of_today
 from sonicmoe_cpp import _ops
 from sonicmoe_cpp.distributed import (
     ExpertParallelError,
@@ -29,7 +30,7 @@ from sonicmoe_cpp.distributed import (
 from sonicmoe_cpp.distributed._group import group_of
 
 pytestmark = pytest.mark.slow
-LIMIT = 400.0
+LIMIT = 900.0  # seconds; 280 on two cores beside other tests
 # exact: the ranks read sizes and numbers of rows in each forward; arena: they read nothing.
 WORLDS = {
     "exact": (2, {"transport": "peer"}),
@@ -57,7 +58,7 @@ def auto(*world):
     return of_rank(*world, WORLDS["auto"][1])
 
 
-@pytest.mark.parametrize("function", [exact, arena, auto])
+@pytest.mark.parametrize("function", [*of_today([exact, auto]), arena])
 def test_as_one_process(function, tmp_path):
     size, _ = WORLDS[function.__name__]
     for rank, found in enumerate(worlds.run(function, size, tmp_path, LIMIT)):
