@@ -46,9 +46,9 @@ inline std::string shape_of(const Case& c) {
 /// Days after which for_day() has run every case.
 constexpr std::int64_t kDaysForAllCases = 4;
 
-/// The implementation, for the cases of a day: each shape with a quarter of its variants, at least
-/// one, and with others on the next day. Which variants come first depends on the shape and on the
-/// implementation's name, so that each day has some shapes of each variant.
+/// The implementation, for the cases of a day: of each shape a quarter of the variants, rounded up.
+/// The next day has the variants that follow. The shape and the implementation's name choose the
+/// first variant, so that each day has some cases in each dtype with each kind of data.
 inline Implementation for_day(Implementation implementation, std::int64_t day, Extent extent) {
   std::map<std::string, std::vector<std::string>> variants;
   for (const Case& c : all_cases(extent, "")) {

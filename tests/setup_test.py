@@ -9,12 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 import zipfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "python/support"))
+
+from days import is_turn
+
 ROOT = Path(__file__).resolve().parent.parent
+ANOTHER_DAY = "SONICMOE_DAY: another day's turn"
 PINS = {
     "requirements.txt": "ninja==1.13.2",
     "requirements-dev.txt": "ruff==0.14.5",
@@ -49,14 +53,6 @@ def add_package(site, name, version):
     info = site / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(metadata(name, version))
-
-
-def turn(number, of):
-    """Leaves a test to each `of`-th day, from day `number` on, if SONICMOE_DAY is today."""
-    other = int(time.time()) // 86400 % of != number
-    return unittest.skipIf(
-        os.environ.get("SONICMOE_DAY") == "today" and other, "another day's turn"
-    )
 
 
 class SetupTest(unittest.TestCase):
@@ -124,7 +120,7 @@ class SetupTest(unittest.TestCase):
         said = subprocess.run([commands / "python", "-c", where], capture_output=True, text=True)
         self.assertTrue(said.stdout.startswith(str(other)), said)
 
-    @turn(0, of=2)
+    @unittest.skipUnless(is_turn(0, of=2), ANOTHER_DAY)
     def test_the_demo_installs_no_packages_of_tests(self):
         other = self.other_environment()
         commands = self.set_up_beside(other, "demo")
@@ -136,7 +132,7 @@ class SetupTest(unittest.TestCase):
         self.set_up_beside(other, reused=False)  # does nothing
         self.assertFalse((commands / "ninja").exists())
 
-    @turn(1, of=2)
+    @unittest.skipUnless(is_turn(1, of=2), ANOTHER_DAY)
     def test_the_triton_of_a_torch_for_cuda_stays(self):
         other = self.other_environment()
         (site,) = other.glob("lib/python3*/site-packages")

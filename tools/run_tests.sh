@@ -23,8 +23,8 @@ if [[ $poison == *[[:space:]:]* ]]; then # LD_PRELOAD cannot contain such a path
   trap 'rm -f "$copy"' EXIT
   cp "$poison" "$copy" && poison=$copy
 fi
-# One worker more than cores, because ranks wait for each other; processes of torch take about 1 GiB
-# each. Tests on a GPU have it to themselves.
+# One worker more than cores, because many tests wait for ranks. At most four, because a process of
+# torch takes about 1 GiB. A GPU is for one test at a time.
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 if nvidia-smi -L >/dev/null 2>&1; then workers=0; fi
 check "Python tests" env SONICMOE_POISON=1 LD_PRELOAD="$poison" \

@@ -4,8 +4,6 @@ runs, and the next one on the next day. Without the variable all run."""
 import os
 import time
 
-import pytest
-
 
 def day():
     """The number of the day, or None if no day was asked for."""
@@ -25,7 +23,13 @@ def of_today(items):
     return items if day() is None else [items[day() % len(items)]]
 
 
+def is_turn(number, of):
+    """Whether a test runs that has its turn when the day modulo `of` is `number`."""
+    return day() is None or day() % of == number
+
+
 def turn(number, of):
-    """Marks a test that runs on each `of`-th day, from day `number` on."""
-    other = day() is not None and day() % of != number
-    return pytest.mark.skipif(other, reason=f"runs every {of} days (SONICMOE_DAY)")
+    """Marks a test of pytest that runs when is_turn(number, of)."""
+    import pytest  # here, because tests/setup_test.py needs nothing but the standard library
+
+    return pytest.mark.skipif(not is_turn(number, of), reason=f"SONICMOE_DAY: every {of} days")
